@@ -160,6 +160,7 @@ NOT_HERE = {
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
     r"sft\.toml|dpo\.toml|(generate|export) sft": "a model to fetch: ddpforge-transformers, tests/test_smollm.py",
+    r"labeled=false": "runs that do not exist here: tests/app/test_class_names.py",
     r"\.onnx|\.pt2": "takes long: tests/interop/test_export.py",
     r"batch-size|lr-range": "takes long: tests/tools/trials",
     r"^ddpforge launch gpt-1-node": "eight GPUs: tests/test_recipes.py trains it in small",

@@ -68,7 +68,7 @@ LIGHT |= {
     f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
 }
 LIGHT |= {"app.choose", "preflight"}
-LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "stages")}
+LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "stages")}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}

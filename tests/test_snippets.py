@@ -257,6 +257,7 @@ COMPONENTS = {
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
     "detection": {"# detector.py": DETECTION, "def collate": DETECTION},
+    "dataset": {"owl-1.pt": "tests/app/test_class_names.py, with a dataset of this kind"},
     "nan": {"Shuffled": ""},
     "interfaces": {"from ddpforge.interfaces": ""},
     "reference/python": {"ddpforge.load": ""},

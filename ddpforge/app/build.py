@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch import nn
 
 from ddpforge import preflight
 from ddpforge.app.choose import choose
+from ddpforge.app.class_names import numbered_alike, with_class_names
 from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import BuildFailed, where_raised
@@ -33,7 +34,14 @@ from ddpforge.data.sources import JoinedSources, check_source, join_sources, mix
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
-from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World, device_kind
+from ddpforge.interfaces import (
+    AuxiliaryModule,
+    BatchSampler,
+    EpochBatchSampler,
+    Schedule,
+    World,
+    device_kind,
+)
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
 from ddpforge.preflight.static import no_sampler_of_streams
@@ -46,6 +54,7 @@ from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import count_parameters
+from ddpforge.training.data_names import DataNames
 from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.loaders import served
@@ -78,20 +87,30 @@ _DATASETS = 0xDA7A  # the same for the constructors of datasets
 
 
 # ---------------------------------------------------------------------------------------------- data and model
-def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
+def build(chosen: Chosen, problems: Problems, *, meta: bool = False, names: DataNames | None = None) -> Built:
     """Builds data, model and schedules, the same on every rank.
 
     `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
+    `names`: those of the training data, if this is not built.
     """
     recipe, registry = chosen.recipe, chosen.registry
     components = source_components(recipe) if chosen.trains else {}
-    components |= {key_of(name): component for name, component in chosen.evaluations().items()}
     data: dict[str, Any] = {}
-    for key, component in components.items():
+
+    def dataset(key: str, component: Component, class_names: Sequence[str]) -> None:
         with problems.at("data", *key.split(".")):
-            data[key] = build_dataset(registry, component, recipe.train.seed)
+            data[key] = build_dataset(registry, with_class_names(registry, component, class_names), recipe.train.seed)
+
+    for key, component in components.items():
+        dataset(key, component, ())
     if chosen.trains and "" not in recipe.data.sources:
+        numbered_alike(data, lambda key, found: dataset(key, components[key], found))
         _join_sources(chosen, data, problems)
+    if "train" in data:
+        names = DataNames.of(data["train"])
+    names = names or DataNames()
+    for name, component in chosen.evaluations().items():
+        dataset(key_of(name), component, names.classes)
     order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
     limit = None
     if "train" in data:
@@ -131,6 +150,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         size=size,
         auxiliary=auxiliary,
         limit=limit,
+        names=names,
     )
 
 
@@ -402,12 +422,14 @@ def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int,
     return built
 
 
-def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: bool) -> Dealt:
+def build_checked(
+    chosen: Chosen, world: World, problems: Problems, *, samples: bool, names: DataNames | None = None
+) -> Dealt:
     """Builds and checks data and model, and opens the batches of this rank. Raises every error.
 
-    `samples`: also run the first samples through the model. A resumed run has done so before.
+    `samples`: also run the first samples through the model. A resumed run has done so before. `names`: see `build`.
     """
-    built = build(chosen, problems)
+    built = build(chosen, problems, names=names)
     fits = preflight.check_built(built, problems)
     stage: Built = built if problems else deal(built, world)
     compared = samples and fits and check_first_batch(stage, problems)

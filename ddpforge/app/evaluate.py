@@ -20,7 +20,7 @@ from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
 from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import World
+from ddpforge.interfaces import World, class_names_of
 from ddpforge.interop.tables import TableWriter, check_table, writing
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.preflight import Problems
@@ -36,6 +36,7 @@ from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble_evaluator
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.data_names import DataNames
 from ddpforge.training.prediction import INDEX, Predicted, check_single_update, in_order, predictions
 from ddpforge.training.stages import Chosen, Dealt, key_of, source_components
 from ddpforge.watchdog.watchdog import end_startup_watch
@@ -91,9 +92,9 @@ def evaluate(
     if chosen.other_layout and world.is_rank_zero:
         log.info("%s", chosen.other_layout)
     checkpoint = on_rank_zero(world.global_ranks, lambda: choose_checkpoint(folder, step=step, best=best))
-    dealt = build_checked(chosen, world, problems, samples=False)
-    end_startup_watch()  # an evaluation may take long
     reader = CheckpointReader(checkpoint)
+    dealt = _build(chosen, world, problems, reader)
+    end_startup_watch()  # an evaluation may take long
     with assemble_evaluator(dealt, world, reader, folder.path) as evaluator:
         if world.is_rank_zero:
             log.info("evaluating %s", _what_is_used(checkpoint, dealt))
@@ -158,19 +159,30 @@ def predict(
     check_single_update(chosen.task)
     on_rank_zero(world.global_ranks, lambda: reject_existing(out, force=force))
     checkpoint = on_rank_zero(world.global_ranks, lambda: choose_checkpoint(folder, step=step, best=best))
-    dealt = build_checked(chosen, world, problems, samples=False)
+    reader = CheckpointReader(checkpoint)
+    dealt = _build(chosen, world, problems, reader)
     (name,) = dealt.evaluations()
     key = key_of(name)
     dealt = deal(replace(dealt, data={**dealt.data, key: in_order(dealt.data[key])}), world)
     end_startup_watch()  # an evaluation may take long
-    reader = CheckpointReader(checkpoint)
     with ExitStack() as files, assemble_evaluator(dealt, world, reader, folder.path, weights=weights) as evaluator:
         if world.is_rank_zero:
             log.info("predicting with %s", _what_is_used(checkpoint, dealt, weights))
-        found = predictions(evaluator, dealt.task, dealt.evaluation[name], world, limit=limit)
+        found = predictions(
+            evaluator, dealt.task, dealt.evaluation[name], world, limit=limit, names=dealt.names.classes
+        )
         samples = _write(out, found, world, files)
     leave(world)
     return Prediction(out, samples, reader.metadata.step, world.is_rank_zero)
+
+
+def _build(chosen: Chosen, world: World, problems: Problems, reader: CheckpointReader) -> Dealt:
+    """Builds data and model; the data numbers its classes by the names of the training data in the checkpoint."""
+    names = DataNames.recorded(reader.metadata.data)
+    dealt = build_checked(chosen, world, problems, samples=False, names=names)
+    if names is None and world.is_rank_zero and any(map(class_names_of, dealt.data.values())):
+        log.warning("the checkpoint is of an older version, without the names of classes: none is compared with them")
+    return dealt
 
 
 def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files: ExitStack) -> int:

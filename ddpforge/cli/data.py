@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
     from ddpforge.tools.trials.samples import BatchSummary, Leaf, TextParts
 
+_CLASSES = 20  # that are shown
 _LONGEST = 300  # characters; a longer text is truncated
 _MOST = 3000  # of a text in parts
 _STYLES: dict[str, dict[str, Any]] = {"learnt": {"fg": "green"}, "given": {}, "special": {"fg": "cyan", "dim": True}}
@@ -55,11 +56,22 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
     found = first_batches(chosen, problems, split, batches)
     shown = [describe(micro, found) for micro in found.micros]
     if as_json:
-        click.echo(json.dumps({"split": split, "batches": [asdict(one) for one in shown]}))
+        names = {"class_names": list(found.class_names)} if found.class_names else {}
+        click.echo(json.dumps({"split": split, **names, "batches": [asdict(one) for one in shown]}))
+    elif found.class_names:
+        click.echo(_classes(found.class_names))
     for number, one in enumerate([] if as_json else shown, start=1):
         click.echo("\n".join(_lines(split, number, one)))
     if out:
-        _draw(out, found.micros[0])
+        _draw(out, found.micros[0], found.class_names)
+
+
+def _classes(names: Sequence[str]) -> str:
+    """Returns a line with the number and the name of each class."""
+    from ddpforge.cli.tables import printable
+
+    shown = ", ".join(f"{number}: {printable(name)}" for number, name in enumerate(names[:_CLASSES]))
+    return f"{len(names):,} classes: {shown}{', …' * (len(names) > _CLASSES)}"
 
 
 def _lines(split: str, number: int, batch: "BatchSummary") -> Iterator[str]:
@@ -119,14 +131,14 @@ def _texts(leaf: "Leaf") -> Iterator[str]:
         yield f"    {printable(text[:_LONGEST])}{'…' if len(text) > _LONGEST else ''}"
 
 
-def _draw(out: str, micro: "MicroBatch") -> None:
+def _draw(out: str, micro: "MicroBatch", class_names: Sequence[str]) -> None:
     from pathlib import Path
 
     from ddpforge.errors import UsageError
     from ddpforge.tools.trials.contact_sheet import draw, scaled
     from ddpforge.tools.trials.samples import pictures_of
 
-    pictures = pictures_of(micro)
+    pictures = pictures_of(micro, class_names)
     if pictures is None:
         raise UsageError("the batch has no images: expected a tensor [N, 1 or 3, height, width]", hints=["omit -o"])
     draw(Path(out), pictures)

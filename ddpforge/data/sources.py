@@ -14,7 +14,7 @@ from ddpforge.data.collating import collate_of
 from ddpforge.data.pytree import merge
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Horizon, ShardedDataset
+from ddpforge.interfaces import Horizon, ShardedDataset, class_names_of
 from ddpforge.interfaces.durations import Duration
 
 if TYPE_CHECKING:
@@ -56,6 +56,16 @@ class JoinedSources:
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and the dataset of each source."""
         return zip(self.names, self._sources, strict=True)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Returns the names of the classes of all sources; the preflight compares them."""
+        return max(map(class_names_of, self._sources), key=len)
+
+    @property
+    def input_names(self) -> list[str]:
+        """Returns the names of the input columns of the first source that has them."""
+        return next((list(found) for one in self._sources if (found := getattr(one, "input_names", []))), [])
 
     @property
     def begins(self) -> NDArray[np.int64]:

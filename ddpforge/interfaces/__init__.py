@@ -7,7 +7,7 @@ step. Importing these modules does not import torch.
 from ddpforge.interfaces.attention_context import AttentionContext
 from ddpforge.interfaces.auxiliary import AuxiliaryModule
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
-from ddpforge.interfaces.data import Data, ShardedDataset
+from ddpforge.interfaces.data import Data, ShardedDataset, class_names_of
 from ddpforge.interfaces.device import DeviceKind, active_kind, add_device_kind, device_kind, device_kinds, in_float64
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.expert_dispatch import ExpertDispatch
@@ -91,6 +91,7 @@ __all__ = [
     "World",
     "active_kind",
     "add_device_kind",
+    "class_names_of",
     "device_kind",
     "device_kinds",
     "in_float64",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Data", "ShardedDataset"]
+from ddpforge.errors import UsageError
+
+__all__ = ["Data", "ShardedDataset", "class_names_of"]
 
 
 @runtime_checkable
@@ -30,6 +32,10 @@ class Data(Protocol):
       chooses the number of loader processes itself if `data.workers = "auto"`.
     - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, in text for language models: used by
       `ddpforge generate` and to display samples.
+    - `class_names: Sequence[str]`: the name of each class number, from 0. If the constructor has an option
+      `class_names` that the recipe does not set, evaluation sets, further sources and prediction data get the names of
+      the training data as this option, and number their classes by it. Other datasets are compared: a name that differs
+      is an error.
     - Columns that a sampler reads by name, e.g. `labels` or `lengths`: an attribute or a method with an array of one
       value per sample. `train.max_tokens` reads the number of tokens of each sample from `lengths`.
 
@@ -94,3 +100,41 @@ class ShardedDataset(ABC):
     def __iter__(self) -> Iterator[Any]:
         for part in range(len(self.shard_sizes)):
             yield from self.iter_shard(part, epoch=0, skip=0)
+
+
+def _names(value: Any) -> list[str]:
+    """Returns names in the order of their numbers, from a list, an array or {number: name}; empty for other values."""
+    if isinstance(value, Mapping):
+        value = [value.get(number) for number in range(len(value))]
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    named = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return list(value) if named else []
+
+
+def class_names_of(data: Any) -> list[str]:
+    """Returns the names of a dataset's classes in the order of their numbers; empty if they are not known.
+
+    They are its attribute `class_names`, or `classes` if this is a list of names, as in torchvision's datasets. A
+    `Subset` or `ConcatDataset` of torch has the names of its datasets, a table of Hugging Face those of its only column
+    of classes. Raises UsageError if the parts of a `ConcatDataset` have different names.
+    """
+    for value in (getattr(data, "class_names", None), getattr(data, "classes", None)):
+        if found := _names(value):
+            return found
+    if isinstance(features := getattr(data, "features", None), Mapping):
+        columns = [one.names for one in features.values() if isinstance(getattr(one, "names", None), list)]
+        return list(columns[0]) if len(columns) == 1 else []
+    of_torch = {one.__name__ for one in type(data).__mro__ if one.__module__ == "torch.utils.data.dataset"}
+    if "Subset" in of_torch:
+        return class_names_of(data.dataset)
+    if "ConcatDataset" not in of_torch:
+        return []
+    first, *others = [found for part in data.datasets if (found := class_names_of(part))] or [[]]
+    if other := next((found for found in others if found != first), None):
+        raise UsageError(
+            f"the parts of a {type(data).__name__} number their classes differently: {', '.join(first[:10])} and "
+            f"{', '.join(other[:10])}",
+            hints=["give each part as a source of its own: [data.train.NAME]", "or give all the same classes"],
+        )
+    return first

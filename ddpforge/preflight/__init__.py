@@ -48,6 +48,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
     ),
     Built: (
         ("data.train", "sources.check_sources"),
+        ("data", "sources.check_names"),
         ("data", "fit.check_batches"),
         ("task", "fit.check_auxiliary"),
         ("task", "fit.check_own_parameters"),

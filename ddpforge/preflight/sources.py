@@ -1,8 +1,9 @@
-"""Checks that the sources of a mixture can form one batch."""
+"""Checks that the sources of a mixture can form one batch, and that all datasets have the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +18,12 @@ from ddpforge.data.shard_reader import ShardReader
 from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.interfaces import ShardedDataset
+from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built
 
-__all__ = ["check_sources"]
+__all__ = ["check_names", "check_sources"]
+
+_SHOWN = 10  # names in a message
 
 
 def check_sources(built: Built) -> Iterator[ForgeError]:
@@ -50,6 +54,47 @@ def check_sources(built: Built) -> Iterator[ForgeError]:
             )
         elif isinstance(together, Exception) or list(map(digest, alone)) != list(map(digest, together)):
             yield _other_batches(name, source, together)
+
+
+def check_names(built: Built) -> Iterator[ForgeError]:
+    """Yields an error for each dataset with a class number, or an input column, of another name in the training data.
+
+    A dataset may have only the first classes, and names that are not known are not compared.
+    """
+    for key, data in built.data.items():
+        for source, one in by_name(data).items():
+            own, place = DataNames.of(one), f"data.{key}.{source}" if source else f"data.{key}"
+            if built.names.classes and list(own.classes) != list(built.names.classes[: len(own.classes)]):
+                yield UsageError(
+                    f"[{place}] {_difference('class', own.classes, built.names.classes)}, so its class numbers mean "
+                    "other classes",
+                    hints=[
+                        "use the same classes in all data",
+                        "or give its dataset an option `class_names`, and number the classes by it",
+                    ],
+                    key=place,
+                )
+            if built.names.inputs and own.inputs and list(own.inputs) != list(built.names.inputs):
+                yield UsageError(
+                    f"[{place}] {_difference('column', own.inputs, built.names.inputs)}, so its values would go to "
+                    "other inputs of the model",
+                    hints=[f"set the same `inputs` for all data, e.g. {json.dumps(list(built.names.inputs[:_SHOWN]))}"],
+                    key=place,
+                )
+
+
+def _difference(noun: str, own: Sequence[str], names: Sequence[str]) -> str:
+    """Describes how the classes or columns of a dataset differ from those of the training data."""
+    known, mine = set(names), set(own)
+    if unknown := [name for name in own if name not in known]:
+        return f"has the {noun} {_listed(unknown)}, which the training data lacks; this has {_listed(names)}"
+    if missing := [name for name in names if name not in mine]:
+        return f"lacks the {noun} {_listed(missing)} of the training data; it has {_listed(own)}"
+    return f"has the order {_listed(own)}, and the training data the order {_listed(names)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
 
 
 def _batches(

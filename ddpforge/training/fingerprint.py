@@ -24,6 +24,7 @@ from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Ranks, World
 from ddpforge.ranks.writers import on_rank_zero
+from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built
 
 __all__ = [
@@ -205,6 +206,7 @@ class DataPrint:
         """Fetches samples as training does: with `workers`, in a loader process, because data may open files there."""
         self._data, self._seed, self._workers = data, seed, workers
         self.length: int | None = len(data) if hasattr(data, "__len__") else None
+        self.names = DataNames.of(data)
         self.samples: dict[str, list[Any]] = {}
         if not is_stream(data) and self.length:
             self.samples = self._fetched(_spread_out(self.length))
@@ -225,7 +227,7 @@ class DataPrint:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fingerprint in the form that a checkpoint stores."""
-        return {"length": self.length, "samples": self.samples}
+        return {"length": self.length, **self.names.as_json(), "samples": self.samples}
 
     def is_reproducible(self) -> bool:
         """True if the samples are the same when they are fetched again; if not, they cannot be compared."""
@@ -241,6 +243,10 @@ def _spread_out(length: int) -> list[int]:
 
 def _counted(length: object) -> str:
     return "no length" if length is None else f"{length} samples"
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names[:10])) + (" …" if len(names) > 10 else "") if names else "without names"
 
 
 def _sketch(sample: Any) -> list[Any]:
@@ -280,6 +286,10 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Describes the difference between two fingerprints of a dataset (as JSON); empty if none is found."""
     if before.get("length") != after.get("length"):
         return f"{_counted(before.get('length'))} → {_counted(after.get('length'))}"
+    for key, noun in (("class_names", "classes"), ("input_names", "columns")):
+        names, now = before.get(key), after.get(key, [])
+        if isinstance(names, list) and names != now:
+            return f"{noun} {_listed(names)} → {_listed(now)}"
     one, other = before.get("samples"), after.get("samples")
     if not isinstance(one, dict) or not isinstance(other, dict):
         return ""

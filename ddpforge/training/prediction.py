@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -21,8 +21,9 @@ from ddpforge.interfaces import Pass, ShardedDataset, Task, World
 from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.evaluation import Evaluator
 
-__all__ = ["INDEX", "Predicted", "check_single_update", "in_order", "predictions"]
+__all__ = ["INDEX", "NAMED", "Predicted", "check_single_update", "in_order", "predictions", "with_names"]
 
+NAMED = {"class", "labels", "target"}  # columns that may hold class numbers
 INDEX = "index"  # the column with the place of a sample in its dataset
 _HINT = "return columns by name, each with one value for every sample: {'class': logits.argmax(1)}"
 _OWN = "write `predict(self, model, batch)` in the task"
@@ -63,12 +64,19 @@ def in_order(data: Any) -> Any:
 
 
 def predictions(
-    evaluator: Evaluator, task: Task, batches: Batches, world: World, *, limit: int | None = None
+    evaluator: Evaluator,
+    task: Task,
+    batches: Batches,
+    world: World,
+    *,
+    limit: int | None = None,
+    names: Sequence[str] = (),
 ) -> Iterator[list[Predicted]]:
     """Yields on every rank, step by step, the predictions of all ranks: each sample once, in the order of the data.
 
-    Collective; memory holds one step. With `limit`, it stops after the first `limit` samples. Raises UsageError under a
-    strategy that cuts samples, PluginError if the columns of a task do not match its samples.
+    Collective; memory holds one step. With `limit`, it stops after the first `limit` samples. `names` are those of the
+    classes; each column of class numbers then has one of names after it. Raises UsageError under a strategy that cuts
+    samples, PluginError if the columns of a task do not match its samples.
     """
     if evaluator.is_cut:
         raise UsageError(
@@ -85,7 +93,7 @@ def predictions(
     with evaluator.evaluating():
         for micro, _, result in evaluator.results(_first(batches.evaluation(), limit), compute):
             if result is not None and micro.samples:
-                mine.append(_taken(task, micro, result[1]))
+                mine.append(_taken(task, micro, result[1], names))
             if micro.last:
                 found = _in_order(
                     chain.from_iterable(world.global_ranks.all_gather_object(mine)), begin, micro.step_samples
@@ -123,7 +131,7 @@ def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Pred
 
 
 # ---------------------------------------------------------------------------------------------- the task's columns
-def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
+def _taken(task: Task, micro: MicroBatch, returned: Any, names: Sequence[str]) -> Predicted:
     """Returns the prediction of a micro-batch on the CPU; raises PluginError for invalid columns."""
     where = f"{component_name(task)}.predict"
     if not isinstance(returned, Mapping) or not returned or not all(isinstance(name, str) for name in returned):
@@ -132,7 +140,30 @@ def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
         raise PluginError(f"{where} returns a column `{INDEX}`, a name that is reserved", hints=["rename it"])
     columns = {name: _column(f"{where}: `{name}`", value, micro.samples) for name, value in returned.items()}
     assert micro.places is not None  # as in every evaluation
-    return Predicted(int(micro.places[0]), micro.samples, columns)
+    return Predicted(int(micro.places[0]), micro.samples, with_names(columns, names) if names else columns)
+
+
+def with_names(
+    columns: Mapping[str, NDArray[Any] | list[Any]], names: Sequence[str]
+) -> dict[str, NDArray[Any] | list[Any]]:
+    """Returns the columns, with a column `X_name` after each column `X` of `NAMED` that holds class numbers."""
+    found: dict[str, NDArray[Any] | list[Any]] = {}
+    for key, column in columns.items():
+        found[key] = column
+        name = f"{key}_name"
+        if key in NAMED and not NAMED.isdisjoint(columns.keys() - {"target"}) and name not in columns:
+            found |= {name: named} if (named := _named(column, names)) is not None else {}
+    return found
+
+
+def _named(column: NDArray[Any] | list[Any], names: Sequence[str]) -> list[Any] | None:
+    """Returns the name of each class number, and "" for a number without a name; None for other columns."""
+    if isinstance(column, list):
+        inner = [_named(one, names) for one in column if isinstance(one, np.ndarray)]
+        return inner if len(inner) == len(column) and None not in inner else None
+    if column.ndim != 1 or column.dtype.kind not in "iu":
+        return None
+    return [names[number] if 0 <= number < len(names) else "" for number in column.tolist()]
 
 
 def _column(name: str, value: Any, samples: int) -> NDArray[Any] | list[Any]:

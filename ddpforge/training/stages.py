@@ -11,6 +11,7 @@ from ddpforge.interfaces import AuxiliaryModule, BatchSampler, Callback, Schedul
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.run_plan import BatchPlan, RunPlan
 from ddpforge.recipe.schema import Component, UpdateComponent
+from ddpforge.training.data_names import DataNames
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +94,7 @@ class Built(Chosen):
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules
     limit: TokenLimit | None = None  # of the tokens of a micro-batch
+    names: DataNames = field(default_factory=DataNames)  # of the training data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -276,7 +276,12 @@ class Broken(Numbers):
 
 
 def test_unreadable_data_has_an_empty_fingerprint_and_raises_no_error() -> None:
-    assert printed(Broken([1, 2])).as_json() == {"length": 2, "samples": {}}
+    assert printed(Broken([1, 2])).as_json() == {
+        "length": 2,
+        "class_names": [],
+        "input_names": [],
+        "samples": {},
+    }
 
 
 def test_a_resume_with_different_data_is_refused_unless_allowed() -> None:

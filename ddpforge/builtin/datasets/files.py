@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
 from importlib import import_module
 from itertools import islice, pairwise
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ddpforge.builtin.datasets.listing import listed
 from ddpforge.errors import SetupError, UsageError, pip_install
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "IMAGE_FORMATS",
+    "ClassNames",
     "Classes",
     "InBatches",
+    "Labeled",
     "Lanes",
     "Shuffle",
     "Window",
@@ -33,16 +35,26 @@ __all__ = [
     "keep",
     "library",
     "numeric",
+    "unknown_class",
 ]
-
-# Pillow detects the format from an image's content, and would run PostScript, which is a program, with Ghostscript.
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA")
 
 _MOST_FILES = 100_000  # of a pattern in braces, because each file is searched for
 
 _Number = Annotated[int, Field(ge=1, le=4096)]
 
 Classes = Annotated[int | None, Field(ge=1, description="Number of classes, for comparison with the model.")]
+ClassNames = Annotated[
+    Sequence[str] | None,
+    Field(
+        min_length=1,
+        description="Names of the classes in the order of their numbers; absent: those of the training data, or in the"
+        " training data its own.",
+    ),
+]
+Labeled = Annotated[
+    bool,
+    Field(description="False: samples without targets, the inputs alone, for `ddpforge predict`."),
+]
 Shuffle = Annotated[
     bool, Field(description="Read the parts (files, row groups, shards) in a different order in every epoch.")
 ]
@@ -79,6 +91,12 @@ def library(name: str, extra: str) -> ModuleType:
         raise SetupError(f"{error.name} is not installed", hints=[pip_install(extra)]) from error
 
 
+def unknown_class(name: str, names: Sequence[str]) -> str:
+    """Describes a class that is not in the names of the classes, for an error message."""
+    shown = ", ".join(f"`{one}`" for one in names[:10]) + (" …" if len(names) > 10 else "")
+    return f"the class `{name[:60]}` is not one of the training data, or of `class_names`: {shown}"
+
+
 def numeric(value: Any) -> Any:
     """Converts a value of a table for `default_collate`: lists and images to arrays, floats to float32."""
     import numpy as np
@@ -112,7 +130,7 @@ def find_files(path: str, suffix: str) -> list[Path]:
     if "{" in path:
         found = [Path(one) for one in _named(path)]
     elif Path(path).is_dir():
-        found = sorted(Path(path).glob(f"*{suffix}"))
+        found = listed(Path(path), (suffix,), cased=True, deep=False)
     else:
         found = sorted(map(Path, glob(path))) if "*" in path else [Path(path)]
     missing = next((one for one in found if not one.is_file()), None)

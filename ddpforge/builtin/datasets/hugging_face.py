@@ -90,15 +90,17 @@ def hugging_face(
     if features and (missing := [column for column in columns if column not in features]):
         raise UsageError(f"columns: {path} has no `{missing[0]}`", hints=[f"it has {', '.join(features)}"])
     number = classes or next((one.num_classes for one in features.values() if hasattr(one, "num_classes")), None)
+    found = [features[column].names for column in columns if hasattr(features.get(column), "num_classes")]
+    names = list(found[0]) if len(found) == 1 else []
     if not streaming:
-        return HuggingFaceRows(data.select_columns(list(columns)), columns, number)
+        return HuggingFaceRows(data.select_columns(list(columns)), columns, number, names)
     lengths = _lengths(shard_lengths, data.num_shards) if shard_lengths else None
     if lengths is None:
         data, lengths = _in_parts(data, builder, split, index)
     data = data.select_columns(list(columns)) if features else data
     if lengths is None:
-        return Streamed(data, columns, number)
-    return HuggingFaceShards(data, columns, number, lengths, shuffle, shuffle_buffer, interleave)
+        return Streamed(data, columns, number, names)
+    return HuggingFaceShards(data, columns, number, names, lengths, shuffle, shuffle_buffer, interleave)
 
 
 def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -122,8 +124,8 @@ class _Tuples:
 
     random = False
 
-    def __init__(self, data: Any, columns: Sequence[str], classes: int | None) -> None:
-        self._data, self._columns = data, list(columns)
+    def __init__(self, data: Any, columns: Sequence[str], classes: int | None, class_names: Sequence[str] = ()) -> None:
+        self._data, self._columns, self.class_names = data, list(columns), list(class_names)
         if classes is not None:
             self.classes = classes
 
@@ -182,12 +184,13 @@ class HuggingFaceShards(_Tuples, ShardedDataset):
         data: Any,
         columns: Sequence[str],
         classes: int | None,
+        class_names: Sequence[str],
         parts: Sequence[int],
         shuffle: bool,
         shuffle_buffer: int,
         interleave: tuple[int, int],
     ) -> None:
-        super().__init__(data, columns, classes)
+        super().__init__(data, columns, classes, class_names)
         self.shard_sizes, self.shuffle, self.shuffle_buffer, self.interleave = (
             parts,
             shuffle,

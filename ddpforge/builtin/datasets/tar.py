@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import (
-    IMAGE_FORMATS,
-    Classes,
-    Lanes,
-    Shuffle,
-    Window,
-    find_files,
-    keep,
-    library,
-)
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep, library
+from ddpforge.builtin.datasets.images import open_image, pixels
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces import ShardedDataset
 
@@ -67,8 +59,8 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     "bin": bytes,
 }
 
-Raw = tuple[tuple[str, bytes], ...]
-"""Undecoded sample: ending and bytes of each field."""
+Raw = tuple[tuple[str, bytes, str], ...]
+"""Undecoded sample: ending and bytes of each field, and the place of the sample for errors."""
 
 
 class Tar(ShardedDataset):
@@ -121,7 +113,7 @@ class Tar(ShardedDataset):
             ),
         ] = None,
     ) -> None:
-        self._images = images
+        self._images, self._transforms = images, bool(transforms)
         self._fields = [one.split(";") for one in fields]
         for one in self._fields:
             for ending in one:
@@ -138,41 +130,42 @@ class Tar(ShardedDataset):
     def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Raw]:
         """Yields the undecoded samples of a file; reads each when it is requested."""
         with self._files[part].open("rb") as file:
-            for row in self._members[part][skip:]:
-                sample = []
+            for number, row in enumerate(self._members[part][skip:], skip + 1):
+                sample, place = [], f"sample {number} of {self._files[part]}"
                 for endings, (which, begin, size) in zip(self._fields, row.tolist(), strict=True):
                     file.seek(begin)
-                    sample.append((endings[which], file.read(size)))
+                    sample.append((endings[which], file.read(size), place))
                 yield tuple(sample)
 
     def prepare(self, sample: Raw) -> tuple[Any, ...]:
         """Decodes the fields, and transforms images."""
-        return tuple(self._decoded(ending, data) for ending, data in sample)
+        return tuple(self._decoded(*field) for field in sample)
 
-    def _decoded(self, ending: str, data: bytes) -> Any:
+    def _decoded(self, ending: str, data: bytes, place: str) -> Any:
         kind = _kind(ending)
         try:
             if kind in _IMAGES:
-                image = self._image(data)
-                return self._pipeline(image) if self._pipeline else _pixels(image)
+                image = self._image(ending, data, place)
+                return self._pipeline(image) if self._pipeline else pixels(image, self._images.upper())
             return _DECODERS[kind](data)
-        except SetupError:
+        except (SetupError, UsageError):
             raise
         except Exception as error:  # decoders raise different errors
-            raise UsageError(f"fields: `{ending}` of a sample cannot be decoded: {error}") from error
+            raise UsageError(f"fields: `{ending}` of {place} cannot be decoded: {error}") from error
 
-    def _image(self, data: bytes) -> Any:
-        """Reads an image with Pillow; only formats that need no other program are allowed."""
-        image = library("PIL.Image", "webdataset").open(io.BytesIO(data), formats=IMAGE_FORMATS)
-        return image.convert(self._images.upper())
+    def _image(self, ending: str, data: bytes, place: str) -> Any:
+        """Reads an image with Pillow; with transforms, one with more than 8 bits is a tensor in [0, 1]."""
+        mode = self._images.upper()
+        image = open_image(data, name=f"fields: `{ending}` of {place}", key="fields", mode=mode)
+        return pixels(image, mode) if self._transforms and image.mode == "F" else image
 
     def _try(self, transforms: Sequence[str | Mapping[str, Any]]) -> Any:
         """Builds the pipeline of transforms, and tests it on the first image."""
         pipeline = library("ddpforge.builtin.datasets.vision", "vision").pipeline
         for sample in self:
-            for ending, data in sample:
+            for ending, data, place in sample:
                 if _kind(ending) in _IMAGES:
-                    return pipeline(transforms, (), (), self._image(data))
+                    return pipeline(transforms, (), (), self._image(ending, data, place))
             break
         raise UsageError("transforms: none of the fields is an image")
 
@@ -193,15 +186,6 @@ def _reject_undecoded(ending: str) -> None:
                 f"known endings: {', '.join(_DECODERS)} (bin: plain bytes), and images: {', '.join(sorted(_IMAGES))}"
             ],
         )
-
-
-def _pixels(image: Any) -> Any:
-    """Converts an image to a float32 tensor [C, H, W] in [0, 1]."""
-    import numpy as np
-    import torch
-
-    values = np.asarray(image, dtype=np.float32) / 255.0
-    return torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1).transpose(2, 0, 1)))
 
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:

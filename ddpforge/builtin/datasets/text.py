@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import InBatches
+from ddpforge.builtin.datasets.files import ClassNames, InBatches, unknown_class
+from ddpforge.builtin.datasets.listing import listed, without_mark
 from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class StreamedText:
         self._shuffle_files = shuffle_files
         self._epoch = 0
 
-        size = sum(file.stat().st_size for file in self._files)
+        size = sum(file.stat().st_size - _begin(file) for file in self._files)
         if size <= block_size:
             raise ValueError(f"{path} has {size} bytes; one sample of block_size = {block_size} needs {block_size + 1}")
 
@@ -214,6 +215,7 @@ class StreamedText:
             random.Random(self._epoch).shuffle(files)
         for file in files:
             with file.open("rb") as stream:
+                stream.seek(_begin(file))
                 while chunk := stream.read(_CHUNK):
                     yield chunk
 
@@ -225,9 +227,13 @@ class TextClasses(InBatches):
     folder; it is split for evaluation as for `text`. A batch is (tokens [B, T], classes [B]), both int64. An incomplete
     last block of a text is not used.
 
+    `class_names` are the names of the files, without their ending, and folders. If other data has texts with some of
+    these names, their classes have the numbers of the names; texts with other names only are numbered by their order.
+
     Raises:
         SetupError: A file or folder does not exist.
         ValueError: A text is too short for a sample, or there is only one text.
+        UsageError: Only some of the texts are in `class_names`.
     """
 
     random = False
@@ -245,6 +251,7 @@ class TextClasses(InBatches):
             float, Field(gt=0, lt=1, description="Fraction of the files, or of a single file, for evaluation.")
         ] = 0.2,
         suffixes: _Suffixes = (),
+        class_names: ClassNames = None,
     ) -> None:
         import torch
 
@@ -257,9 +264,24 @@ class TextClasses(InBatches):
         blocks = [
             self._blocks(path, _part([_bytes(file) for file in files], split, eval_fraction)) for path, files in found
         ]
-        self.classes = len(blocks)
+        own = [path.stem if path.is_file() else path.resolve().name for path, _ in found]
+        numbers = self._numbered(
+            [name if own.count(name) == 1 else str(path) for name, (path, _) in zip(own, found, strict=True)],
+            class_names,
+        )
         self._tokens = torch.cat(blocks)
-        self._classes = torch.cat([torch.full((len(each),), number) for number, each in enumerate(blocks)])
+        self._classes = torch.cat([torch.full((len(each),), n) for n, each in zip(numbers, blocks, strict=True)])
+
+    def _numbered(self, own: Sequence[str], class_names: Sequence[str] | None) -> list[int]:
+        """Sets the names of the classes; returns the class of each text."""
+        self.class_names = list(class_names or own)
+        self.classes = len(self.class_names)
+        known = [name for name in own if name in self.class_names]
+        if not known and len(own) == self.classes:
+            return list(range(len(own)))  # "train/a.txt" and "eval/b.txt" are one class by their places in the list
+        if unknown := [name for name in own if name not in known]:
+            raise UsageError(f"paths: {unknown[0]}: {unknown_class(unknown[0], self.class_names)}", key="paths")
+        return [self.class_names.index(name) for name in own]
 
     def _blocks(self, path: Path, pieces: _Pieces) -> Tensor:
         import numpy as np
@@ -298,7 +320,7 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     if not path.is_dir():
         raise SetupError(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
 
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(tuple(suffixes) or "")]
+    files = listed(path, suffixes, cased=True)
     if not files:
         raise ValueError(f"the folder {path} has no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
     return files
@@ -319,7 +341,14 @@ def _standard_library() -> Sequence[Path]:
 def _bytes(file: Path) -> NDArray[np.integer]:
     import numpy as np
 
-    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+    return np.frombuffer(without_mark(file.read_bytes()), dtype=np.uint8)
+
+
+def _begin(file: Path) -> int:
+    """Returns the number of bytes of a byte order mark at the beginning of a file."""
+    with file.open("rb") as stream:
+        begin = stream.read(3)
+    return len(begin) - len(without_mark(begin))
 
 
 def _characters(file: Path) -> NDArray[np.integer]:
@@ -327,7 +356,7 @@ def _characters(file: Path) -> NDArray[np.integer]:
     import numpy as np
 
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = without_mark(file.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f'{file} is not UTF-8: {error}; level = "bytes" reads any file') from error
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

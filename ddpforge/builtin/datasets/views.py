@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Data
+from ddpforge.interfaces import Data, class_names_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ class TwoViews:
         noise: Annotated[float, Field(ge=0, le=100, description="Standard deviation of the added noise.")] = 0.1,
     ) -> None:
         self.data: Any = of
+        self.class_names = class_names_of(of)
         self.shift, self.noise = shift, noise
         self.forkable = getattr(of, "forkable", False)
 
@@ -81,9 +82,10 @@ class Mixed:
         if not (hasattr(of, "__len__") and hasattr(of, "__getitem__")):
             raise ValueError(f"of: {type(of).__name__} is a stream, which cannot be mixed")
         self.data: Any = of
+        self.class_names = class_names_of(of)
         self.mixup_alpha, self.cutmix_alpha, self.prob = mixup_alpha, cutmix_alpha, prob
         self.switch_prob = 0.0 if not cutmix_alpha else 1.0 if not mixup_alpha else switch_prob
-        self.classes = classes or getattr(of, "classes", None)
+        self.classes = classes or len(self.class_names) or getattr(of, "classes", None)
         if self.classes is None:
             raise ValueError(f"classes: {type(of).__name__} has no attribute `classes`; set the number")
         self.forkable = getattr(of, "forkable", False)
@@ -165,6 +167,7 @@ class Part:
         if not (hasattr(of, "__len__") and hasattr(of, "__getitem__")):
             raise ValueError(f"of: {type(of).__name__} is a stream, which has no parts; use other files for evaluation")
         self.data: Any = of
+        self.class_names = class_names_of(of)  # not one value per sample, even if there are as many
         count, fraction = len(self.data), float(share[:-1]) / 100
         if not 0 < fraction <= 1:
             raise ValueError(f"share: {share} is not more than 0% and at most 100%")
@@ -187,7 +190,7 @@ class Part:
         found = getattr(self.data, name)
         if name == "__getitems__":
             return lambda ids: found([int(self.places[index]) for index in ids])
-        if callable(found) or isinstance(found, str | bytes) or not hasattr(found, "__len__"):
+        if callable(found) or isinstance(found, str | bytes) or not hasattr(found, "__len__") or name == "input_names":
             return found
         if len(found) != len(self.data):
             return found

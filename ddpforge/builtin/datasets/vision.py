@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import IMAGE_FORMATS
+from ddpforge.builtin.datasets.images import open_image, pixels
 from ddpforge.errors import SetupError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def torchvision_dataset(
     if bool(mean) != bool(std):
         raise ValueError("mean and std require each other: set both or neither")
 
-    source, classes = _open(name, split, root, download)
+    source, class_names = _open(name, split, root, download)
     prepared = pipeline(transforms, mean, std, source[0][0])
     in_memory = isinstance(source, TensorDataset)
-    return (ImageBatches if in_memory and not transforms else Images)(source, classes, prepared)
+    return (ImageBatches if in_memory and not transforms else Images)(source, class_names, prepared)
 
 
 class Images:
@@ -81,8 +81,9 @@ class Images:
     random = True  # transforms may be random
     forkable = True
 
-    def __init__(self, source: Dataset[Any], classes: int, pipeline: v2.Compose) -> None:
-        self.source, self.classes, self.pipeline = source, classes, pipeline
+    def __init__(self, source: Dataset[Any], class_names: Sequence[str], pipeline: v2.Compose) -> None:
+        self.source, self.class_names, self.pipeline = source, class_names, pipeline
+        self.classes = len(class_names)
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]  # Dataset does not declare its length
@@ -119,8 +120,8 @@ class ImageBatches(Images):
 
 
 # ---------------------------------------------------------------------------------------------- files
-def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dataset[Any], int]:
-    """Opens a dataset; returns samples (uint8 or PIL image, label), and the number of classes."""
+def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dataset[Any], list[str]]:
+    """Opens a dataset; returns samples (uint8 or PIL image, label), and the names of the classes."""
     from torchvision import datasets
 
     if download and name in ("ImageFolder", "FakeData"):
@@ -131,7 +132,7 @@ def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dat
     if name == "FakeData":
         if root is not None:
             raise ValueError("FakeData is generated, not read; remove `root`")
-        return datasets.FakeData(random_offset=0 if split == "train" else 10**6), 10
+        return datasets.FakeData(random_offset=0 if split == "train" else 10**6), [str(number) for number in range(10)]
     if root is None:
         raise ValueError(f"{name} needs `root`, the folder with its files")
     if name == "ImageFolder":
@@ -139,7 +140,7 @@ def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dat
     return _in_memory(name, split, root, download)
 
 
-def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
+def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], list[str]]:
     from torchvision import datasets
 
     try:
@@ -155,29 +156,23 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
     if source.classes != expected:
         differing = sorted(set(source.classes) ^ set(expected))
         raise ValueError(f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}")
-    return source, len(expected)
+    return source, expected
 
 
 def _image(path: str) -> Any:
-    """Reads an image in one of the safe formats; raises SetupError for other files."""
-    # Without `formats` Pillow would run a PostScript program in a file called .jpg.
-    from PIL import Image
-
-    try:
-        with open(path, "rb") as file:
-            return Image.open(file, formats=IMAGE_FORMATS).convert("RGB")
-    except OSError as error:
-        raise SetupError(f"{path} cannot be read as an image: {error}") from error
+    """Reads an image in one of the safe formats: a PIL image, or a tensor in [0, 1] of one with more than 8 bits."""
+    image = open_image(Path(path), name=path, key="root")
+    return pixels(image) if image.mode == "F" else image
 
 
-def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:
+def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, list[str]]:
     import torch
     from torch.utils.data import TensorDataset
 
     data = _stored(name, split, root, download)
     images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-    return TensorDataset(images, labels), len(data.classes)
+    return TensorDataset(images, labels), list(data.classes)
 
 
 def _stored(name: str, split: str, root: Path, download: bool) -> datasets.VisionDataset:

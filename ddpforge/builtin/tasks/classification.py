@@ -15,10 +15,12 @@ from ddpforge.builtin.tasks.forms import (
     are_probabilities,
     beside_targets,
     by_name,
+    number_of_classes,
     one_tensor,
     pair,
     parts_of,
     reject_no_class,
+    reject_target_kind,
     reject_targets,
 )
 from ddpforge.errors import UsageError
@@ -141,8 +143,9 @@ class Classification(Task):
         return beside_targets(chosen(one_tensor(model(inputs), "classification")), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Raises UsageError if the data has more classes than the model has outputs (if both are known)."""
-        classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
+        """Raises UsageError if the targets are numbers, or the data has more classes than the model has outputs."""
+        reject_target_kind(data, "number", "classification", "classes")
+        classes, outputs = number_of_classes(data), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
             raise UsageError(
                 f"the data has {classes} classes and the model {outputs} outputs",

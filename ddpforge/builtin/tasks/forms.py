@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from pydantic import Field
 
 from ddpforge.errors import UsageError, says_memory_is_full
-from ddpforge.interfaces import Metric
+from ddpforge.interfaces import Metric, class_names_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +27,12 @@ __all__ = [
     "cross_entropy",
     "described",
     "holds_text",
+    "number_of_classes",
     "one_tensor",
     "pair",
     "parts_of",
     "reject_no_class",
+    "reject_target_kind",
     "reject_targets",
 ]
 
@@ -161,6 +163,26 @@ def reject_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
         f"task {task}: the model's outputs {described(outputs)} and the {about} do not fit together: {error}",
         hints=[f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"] if outputs.ndim else [],
     ) from error
+
+
+def number_of_classes(data: Any) -> int | None:
+    """Returns the number of a dataset's classes, as `classes` or as the number of their names; None if unknown."""
+    classes = getattr(data, "classes", None)
+    return classes if isinstance(classes, int) else len(class_names_of(data)) or None
+
+
+def reject_target_kind(data: Any, kind: str, task: str, wanted: str) -> None:
+    """Raises UsageError if the dataset's attribute `target_kind` is `kind`, because the task takes `wanted`."""
+    if getattr(data, "target_kind", None) != kind:
+        return
+    names = class_names_of(data)
+    what = "numbers" if kind == "number" else f"classes{': ' if names else ''}{', '.join(names[:5])}"
+    other, way = ("regression", "class") if kind == "number" else ("classification", "number")
+    raise UsageError(
+        f"task {task} takes {wanted}, but the targets of {type(data).__name__} are {what}{' …' * (len(names) > 5)}",
+        hints=[f'set task.use = "{other}"', f'or, for the dataset csv, set target_kind = "{way}"'],
+        key="task.use",
+    )
 
 
 def are_probabilities(targets: Tensor) -> bool:

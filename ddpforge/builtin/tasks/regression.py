@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, one_tensor, pair, parts_of
-from ddpforge.interfaces import SampleColumns, Task, Total
+from ddpforge.builtin.tasks.forms import (
+    Metrics,
+    beside_targets,
+    by_name,
+    one_tensor,
+    pair,
+    parts_of,
+    reject_target_kind,
+)
+from ddpforge.interfaces import Data, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -78,6 +86,10 @@ class Regression(Task):
         if targets is not None and _sizes(predictions) == _sizes(targets):
             predictions = predictions.reshape(targets.shape)
         return beside_targets({"prediction": predictions}, targets)
+
+    def check(self, model: nn.Module, data: Data) -> None:
+        """Raises UsageError if the targets are class numbers."""
+        reject_target_kind(data, "class", "regression", "numbers")
 
 
 def _sizes(values: Tensor) -> list[int]:

@@ -15,7 +15,7 @@ from ddpforge.app.build import build, deal
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import World
+from ddpforge.interfaces import World, class_names_of
 from ddpforge.preflight import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.stages import Chosen
@@ -65,6 +65,7 @@ class SplitBatches:
     read: Read | None  # text of tokens
     text_parts: Callable[[Any], Sequence[TextParts]] | None  # of each sample of a batch
     names: Sequence[str]  # of the sources
+    class_names: Sequence[str] = ()  # in the order of their numbers
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     names = dealt.training.source_names if split == "train" else ()
     data = dealt.data[split]
     hooks = getattr(data, "decode", None), getattr(data, "text_parts", None)
-    return SplitBatches(list(islice(source, most)), *hooks, names)
+    classes = class_names_of(data) or dealt.names.classes
+    return SplitBatches(list(islice(source, most)), *hooks, names, classes)
 
 
 def describe(micro: MicroBatch, found: SplitBatches) -> BatchSummary:
@@ -157,14 +159,15 @@ def _texts(leaf: Tensor, read: Read) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- pictures
-def pictures_of(micro: MicroBatch) -> BatchImages | None:
-    """Returns the first pictures in a batch; None if there are none."""
+def pictures_of(micro: MicroBatch, class_names: Sequence[str] = ()) -> BatchImages | None:
+    """Returns the first pictures in a batch, with the names of their classes if these are known; None without any."""
     leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
     images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
     if images is None:
         return None
     labels = next((one for one in leaves if one.ndim == 1 and len(one) == len(images)), torch.tensor([]))
-    return BatchImages(images[:_PICTURES], [f"{label:g}" for label in labels[:_PICTURES].tolist()])
+    named = dict(enumerate(class_names)) if not labels.is_floating_point() else {}
+    return BatchImages(images[:_PICTURES], [named.get(x, f"{x:g}") for x in labels[:_PICTURES].tolist()])
 
 
 def _is_pictures(leaf: Tensor) -> bool:

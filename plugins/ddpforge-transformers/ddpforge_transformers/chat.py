@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from ddpforge.builtin.datasets.files import keep
+from ddpforge.builtin.datasets.listing import listed
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -263,7 +264,7 @@ def _restored(stored: NDArray[Any]) -> tuple[list[int], NDArray[np.int64], NDArr
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*.jsonl") if file.is_file())
+    files = listed(path, (".jsonl",))
     if not files:
         raise ValueError(f"the folder {path} contains no .jsonl files")
     return files

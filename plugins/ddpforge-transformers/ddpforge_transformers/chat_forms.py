@@ -71,7 +71,7 @@ def read_chats(files: list[Path], form: Form | None) -> Iterator[tuple[str, Chat
 
 def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield (where := f"{file}, line {number}"), _object(line, where)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import transformers
+from ddpforge.builtin.datasets.listing import BINARY, listed
 from ddpforge.interfaces import Data
 from numpy.typing import NDArray
 from pydantic import Field
@@ -23,6 +24,7 @@ ddpforge_plugin_api = 3
 
 Batch = dict[str, Tensor]
 IGNORED = -100  # label that the loss ignores, as in transformers
+_NOT_TEXT = (*BINARY, ".json", ".csv", ".tsv")  # a folder's .json would be learnt with its keys and braces
 _AT_ONCE = 1000  # documents per call of the tokenizer
 
 TokenizerName = Annotated[
@@ -357,7 +359,7 @@ def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
@@ -371,9 +373,15 @@ def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    """Returns a file, or the files of a folder that count as text."""
+    if path.is_dir():
+        files = listed(path, but=_NOT_TEXT)
+    elif path.name.lower().endswith(_NOT_TEXT):
+        raise ValueError(f"path: {path} is no text; write a .jsonl file with the text under `field`, or a text file")
+    else:
+        files = [path]
     if not files:
-        raise ValueError(f"the folder {path} contains no files")
+        raise ValueError(f"the folder {path} contains no files of text")
     return files
 
 

@@ -238,7 +238,7 @@ class FeedbackData(_Answers):
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yields the place ("FILE, line N") and the object of each line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -94,7 +94,12 @@ def test_only_the_completion_of_a_prompt_with_several_turns_is_learnt(chats: Bui
 def test_the_lines_of_a_folder_are_one_dataset(tmp_path: Path, words: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "x", "completion": name}) + "\n\n")
+    copies = tmp_path / ".ipynb_checkpoints"
+    copies.mkdir()
+    (copies / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text())
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "b.jsonl").read_bytes())
     data = ChatData(path=tmp_path, tokenizer=str(words))
+    assert len(data) == 2
     assert [learnt(data, number) for number in range(2)] == ["a<|im_end|>", "b<|im_end|>"]
 
 

@@ -75,3 +75,25 @@ def test_invalid_input_is_refused(
         file.write_text(content)
     with pytest.raises(ValueError, match=message):
         TokenizedJSONL(**{"path": file, "tokenizer": str(tokenizer), **options})
+
+
+def test_only_text_and_jsonl_of_a_folder_are_learnt(
+    texts: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"tokenizer": str(tokenizer), "block_size": 16, "document_mask": False}
+    before = TokenizedText(path=texts, **options)
+    (texts / ".ipynb_checkpoints").mkdir()
+    for name in (".hidden.txt", ".ipynb_checkpoints/a.txt", "a.txt~", "0.json", "0.csv", "0.png"):
+        (texts / name).write_text("the cat sees a dog " * 50)
+    for name in ("a.txt", "b.jsonl"):
+        (texts / name).write_bytes(b"\xef\xbb\xbf" + (texts / name).read_bytes())
+    after = TokenizedText(path=texts, **options)
+    whole = list(range(len(before)))
+    assert len(after) == len(before)
+    assert torch.equal(after.__getitems__(whole)["input_ids"], before.__getitems__(whole)["input_ids"])
+    assert [one.message for one in caplog.records] == [
+        f"{texts}: left out: 3 hidden or left behind by a program (.hidden.txt, .ipynb_checkpoints, a.txt~); "
+        "3 of a kind that is not read (0.csv, 0.json, 0.png)"
+    ]
+    with pytest.raises(ValueError, match=r"0\.json is no text; write a \.jsonl file"):
+        TokenizedText(path=texts / "0.json", **options)

@@ -1,5 +1,6 @@
 """Datasets in files of other libraries: tar files, token files, parquet and Hugging Face datasets, written here."""
 
+import gzip
 import io
 import json
 import os
@@ -227,7 +228,7 @@ def test_tar_field_of_any_suffix_is_never_unpickled(tmp_path: Path, ending: str)
             data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
             assert data.prepare(next(iter(data))) == (payload,)
             continue
-        with pytest.raises(UsageError, match=rf"fields: `?{ending}`? .*(pickle|decoded)"):  # noqa: PT012  # either may raise
+        with pytest.raises(UsageError, match=rf"fields: `?{ending}`? .*(pickle|decoded|can read)"):  # noqa: PT012  # either may raise
             data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
             data.prepare(next(iter(data)))
     assert not marker.exists()
@@ -242,7 +243,9 @@ def test_tar_images_never_start_ghostscript(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
     write_tar(tmp_path / "one.tar", [{"jpg": postscript}])
     data = Tar(path=str(tmp_path / "one.tar"), fields=["jpg"])
-    with pytest.raises(UsageError, match="`jpg` of a sample cannot be decoded: cannot identify"):
+    with pytest.raises(
+        UsageError, match=r"`jpg` of sample 1 of .*one\.tar is not an image that Pillow can read: cannot identify"
+    ):
         data.prepare(next(iter(data)))
 
 
@@ -402,6 +405,69 @@ def test_invalid_token_files_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "few.npy", np.zeros(8, dtype=np.int32))
     with pytest.raises(ValueError, match="has 8 tokens; one sample of block_size = 8 needs 9"):
         Tokens(path=tmp_path / "few.npy", block_size=8)
+
+
+def test_token_file_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).integers(0, 50257, 40_000)
+    path, options = tmp_path / "tokens.bin", {"path": tmp_path / "tokens.bin", "block_size": 8}
+    drawn.astype(np.uint16).tofile(path)
+    assert len(Tokens(**options)) == 4999  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"every second token of .* is at most 196, .* wider dtype than uint8") as told:
+        Tokens(**options, dtype="uint8")  # type: ignore[arg-type]
+    assert told.value.hints == ('set dtype = "uint16"',)
+    for dtype in ("uint32", "int32", "int64"):
+        with pytest.raises(UsageError, match=r"contains the token -?[0-9]+, which no vocabulary has"):
+            Tokens(**options, dtype=dtype)  # type: ignore[arg-type]
+    drawn.astype(np.uint32).tofile(path)
+    with pytest.raises(UsageError, match=r"every second token of .* is 0") as told:
+        Tokens(**options)  # type: ignore[arg-type]
+    assert told.value.hints == ('set dtype = "uint32"',)
+    assert Tokens(**options, dtype="uint32")[0][0].tolist() == drawn[:8].tolist()  # type: ignore[arg-type]
+
+
+def test_token_file_with_the_header_of_llm_c_is_read_without_it(tmp_path: Path) -> None:
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 100
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(header.tobytes() + np.arange(100, dtype=np.uint16).tobytes())
+    data = Tokens(path=path, block_size=8)
+    assert (len(data), data[0][0].tolist()) == (12, list(range(8)))
+    assert pickle.loads(pickle.dumps(data))[11][1].tolist() == list(range(89, 97))
+    with pytest.raises(UsageError, match=r"has the header of llm\.c, for tokens of the dtype uint16, not uint32"):
+        Tokens(path=path, block_size=8, dtype="uint32")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UsageError, match="has 90 tokens, but its header announces 100"):
+        Tokens(path=path, block_size=8)
+
+
+def test_token_file_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "a.npy").rename(tmp_path / "a.bin")
+    with pytest.raises(UsageError, match=r"is an \.npy file, not plain numbers"):
+        Tokens(path=tmp_path / "a.bin", block_size=8)
+    (tmp_path / "a.bin").write_bytes(gzip.compress(bytes(2000)) + b"0")
+    with pytest.raises((UsageError, ValueError), match=r"is compressed with gzip|not a multiple"):
+        Tokens(path=tmp_path / "a.bin", block_size=8)
+    np.save(tmp_path / "cut.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cut\.npy is not a whole \.npy file"):
+        Tokens(path=tmp_path / "cut.npy", block_size=8)
+    np.save(tmp_path / "signed.npy", np.full(100, -1, dtype=np.int16))
+    with pytest.raises(UsageError, match="contains the token -1, which no vocabulary has; it is at position 0"):
+        Tokens(path=tmp_path / "signed.npy", block_size=8)
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_hidden_and_left_behind_shards_of_a_folder_are_left_out_with_a_warning(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (f"a.{form}", f"._a.{form}", f"a.{form}~", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    assert [file.name for file in files.find_files(str(tmp_path), f".{form}")] == [f"a.{form}"]
+    assert [one.message for one in caplog.records] == [
+        f"{tmp_path}: left out: 2 hidden or left behind by a program (._a.{form}, a.{form}~); "
+        "1 with other endings (notes.txt)"
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- parquet, hugging face

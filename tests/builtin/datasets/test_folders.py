@@ -1,7 +1,10 @@
 """Datasets of own files: folders of images, CSV tables, and parts of any dataset."""
 
+import gzip
 import json
+import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +101,11 @@ def test_csv_target_of_text_is_a_class(tmp_path: Path) -> None:
         (CSV, {"target": "price"}, r"a\.csv:2: 'flat' in column 'kind' is not a number"),
         (CSV, {"target": "kind", "inputs": ["area"], "target_kind": "number"}, "'flat' in column 'kind'"),
         ("a,a,y\n1,2,3\n", {"target": "y"}, r"a\.csv:1 has several columns 'a'"),
-        (CSV + "1,2\n", {"target": "price"}, r"a\.csv:6 has another number of cells than the 4 columns"),
+        (
+            CSV + "1,2\n",
+            {"target": "price", "inputs": ["area"]},
+            r"a\.csv:6 has another number of cells than the 4 columns",
+        ),
     ],
 )
 def test_csv_errors_name_the_column_and_the_line(
@@ -107,6 +114,126 @@ def test_csv_errors_name_the_column_and_the_line(
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(UsageError, match=message):
         CSVTable(path=tmp_path / "a.csv", **options)
+
+
+@pytest.mark.parametrize("cell", ["", "?", "N/A", '"1,234"', "nan", "-inf", "1_0", "0x10", "5%", "1e400", "1e39"])
+@pytest.mark.parametrize("column", ["area", "price"])
+def test_csv_cell_that_is_no_finite_number_is_refused_with_line_column_and_value(
+    cell: str, column: str, tmp_path: Path
+) -> None:
+    row = {"area": "30", "price": "70"} | {column: cell}
+    (tmp_path / "a.csv").write_text(f"area,price\n50,100\n{row['area']},{row['price']}\n")
+    what = "too large for float32" if cell.startswith("1e") else "not a number"
+    with pytest.raises(
+        UsageError, match=rf"a\.csv:3: '{re.escape(cell.strip(chr(34)))}' in column '{column}' is {what}"
+    ):
+        CSVTable(path=tmp_path / "a.csv", target="price")
+
+
+def test_csv_target_with_numbers_and_other_values_names_the_option_that_sets_their_meaning(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n" + "1,10\n" * 8 + "1,?\n2,7\n")
+    with pytest.raises(UsageError, match=r"a\.csv:10: '\?' in column 'y' is not a number") as caught:
+        CSVTable(path=tmp_path / "a.csv", target="y")
+    assert caught.value.key == "target"
+    assert list(caught.value.hints) == [
+        "9 of 10 values of the column are numbers: mend or remove the row",
+        'or set target_kind = "class", if each value is the name of a class',
+    ]
+    classes = CSVTable(path=tmp_path / "a.csv", target="y", target_kind="class")
+    assert classes.class_names == ["7", "10", "?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ('x,y\n1,a\n2,"b\n3,a\n', {}, "3: a cell begins with a quote that is not closed"),
+        ('x,y\n1,a\n2,"b"c\n3,a\n', {}, "3: a quote in a quoted cell is not doubled"),
+        ('x,y\n1,"5\n2,a\n3,7"\n', {}, "2: the cell in column 'y' begins with a quote and goes on for 2 more"),
+        ('x,n,y\n1,"5,a\n3,7",b\n', {"inputs": ["x"]}, "2: the cell in column 'n' begins with a quote and goes on"),
+        ('x,y\n1,"' + "2,b\n" * 40000, {}, "2: a cell begins with a quote that is not closed"),
+        ("x,y\n1,a\n2\n", {}, "3 has another number of cells than the 2 columns of the header: 1"),
+        (
+            "x,y\n1,a\n2, a\n",
+            {},
+            "2: the cell in column 'y' is 'a', and another row has ' a': they would be two classes",
+        ),
+        ("x,y\n1,1\n2,1.0\n", {"target_kind": "class"}, "3: the cell in column 'y' is '1.0', and another row has '1'"),
+        ("x,y\n1,a\n2,\n", {}, "3: the cell in column 'y' is empty, not the name of a class"),
+        ("x,y\n", {}, " has a header and no rows"),
+        ("y\n1\n", {}, "has no column besides the target"),
+    ],
+)
+def test_csv_rows_that_would_be_lost_or_misread_are_refused_with_their_line(
+    text: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        CSVTable(path=tmp_path / "a.csv", target="y", **options)
+    assert message in caught.value.message
+    assert "a.csv" in caught.value.message
+
+
+def test_csv_text_of_several_lines_in_a_column_that_is_not_used_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('x,note,y\n1,"two\nlines, here",2\n3,"a ""b"" c",4\n')
+    data = CSVTable(path=tmp_path / "a.csv", target="y", inputs=["x"])
+    assert (data.inputs.tolist(), data.targets.tolist()) == ([[1], [3]], [[2], [4]])  # type: ignore[union-attr]
+
+
+PLAIN = "x,y\n1,2\n3,4\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (PLAIN.encode("utf-16"), "is text in UTF-16, not CSV in UTF-8"),
+        (PLAIN.encode("utf-32"), "is text in UTF-32"),
+        (PLAIN.encode("utf-16-le"), ":1 has zero bytes"),
+        ("x,y\n1,café\n".encode("latin-1"), ":2:6 has the byte 0xe9, which is not UTF-8"),
+        (gzip.compress(PLAIN.encode()), "is compressed with gzip"),
+        (b"PK\x03\x04" + b"0" * 20, "is a zip archive or a workbook"),
+        (PLAIN.encode() + b"5,\0\n", ":4 has zero bytes"),
+        (PLAIN.encode() + b"5,6\n" * 2**15 + b"\0\n", ":32772 has a zero byte"),
+    ],
+    ids=["utf-16", "utf-32", "utf-16-le", "latin-1", "gzip", "zip", "zero", "later zero"],
+)
+def test_csv_of_another_encoding_or_kind_is_refused_by_its_name(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        CSVTable(path=tmp_path / "a.csv", target="y")
+    assert f"{tmp_path}/a.csv" in caught.value.message
+    assert message in caught.value.message
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode().replace(b"\n", b"\r\n"))
+    assert CSVTable(path=tmp_path / "a.csv", target="y").input_names == ["x"]
+
+
+@pytest.mark.parametrize(("delimiter", "written"), [(";", ";"), ("\t", "\\t"), ("|", "|")])
+def test_csv_with_another_delimiter_names_the_option(delimiter: str, written: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(PLAIN.replace(",", delimiter))
+    with pytest.raises(UsageError) as caught:
+        CSVTable(path=tmp_path / "a.csv", target="y")
+    assert caught.value.hints[0] == f'its columns are separated by "{written}": set delimiter = "{written}"'
+    assert len(CSVTable(path=tmp_path / "a.csv", target="y", delimiter=delimiter)) == 2
+
+
+def test_csv_of_many_columns_and_sparse_files_are_read_with_little_memory(tmp_path: Path) -> None:
+    columns = 20_000
+    header = ",".join(f"c{number}" for number in range(columns))
+    (tmp_path / "wide.csv").write_text(f"{header},y\n" + ("0.5," * columns + "1\n") * 2)
+    assert CSVTable(path=tmp_path / "wide.csv", target="y").inputs.shape == (2, columns)
+    with pytest.raises(UsageError) as caught:
+        CSVTable(path=tmp_path / "wide.csv", target="z")
+    assert len(caught.value.hints[0]) < 200
+    with (tmp_path / "sparse.csv").open("wb") as file:
+        file.write(PLAIN.encode())
+        file.truncate(2**34)
+    with pytest.raises(UsageError, match=r"sparse\.csv:4 has zero bytes"):
+        CSVTable(path=tmp_path / "sparse.csv", target="y")
+
+
+def test_csv_path_that_is_a_pipe_does_not_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(SetupError, match="is not a regular file"):
+        CSVTable(path=tmp_path / "a.csv", target="y")
 
 
 # ---------------------------------------------------------------------------------------------- parts

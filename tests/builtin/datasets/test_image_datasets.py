@@ -14,7 +14,7 @@ pytest.importorskip("torchvision")
 from PIL import Image
 
 from ddpforge.builtin.datasets.vision import ImageBatches, Images, torchvision_dataset
-from ddpforge.errors import SetupError
+from ddpforge.errors import SetupError, UsageError
 
 
 @pytest.fixture
@@ -209,5 +209,5 @@ def test_postscript_in_an_image_folder_is_not_executed(pets: Path, monkeypatch: 
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
     for file in pets.rglob("*.*"):
         file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(SetupError, match="cannot be read as an image: cannot identify"):
+    with pytest.raises(UsageError, match="is not an image that Pillow can read: cannot identify"):
         torchvision_dataset(name="ImageFolder", split="train", root=pets)

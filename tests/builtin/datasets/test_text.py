@@ -260,3 +260,27 @@ def test_packages_of_the_standard_library_are_classes() -> None:
     assert classes.bincount().min() > 0
     assert tokens.shape == (len(data), 128)
     assert len(TextClasses(split="train", block_size=128)) > 3 * len(data)
+
+
+def test_hidden_files_leftovers_and_byte_order_marks_are_not_learnt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "books"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    (folder / "__MACOSX").mkdir()
+    for name in (".hidden", ".ipynb_checkpoints/a.txt", "__MACOSX/a.txt", "a.txt~", "Thumbs.db", "#a.txt#"):
+        (folder / name).write_bytes(b"left out " * 10)
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"abcdefgh" * 4)
+    (folder / "b.txt").write_bytes(b"\xef\xbb\xbf" + b"ijklmnop" * 4)
+    wanted = "abcdefgh" * 4 + "ijklmnop" * 4
+    for level in ("bytes", "characters"):
+        found = {}
+        for split in ("train", "eval"):
+            data = Text(path=folder, split=split, block_size=31, eval_fraction=0.5, seed=0, level=level)  # type: ignore[arg-type]
+            found[split] = data.decode(data[0][0].tolist())
+        assert sorted(found.values()) == [wanted[:31], wanted[32:63]]
+    streamed = StreamedText(path=folder, block_size=63)
+    assert b"".join(streamed) == wanted.encode()
+    assert {one.message for one in caplog.records} == {
+        f"{folder}: left out: 6 hidden or left behind by a program (#a.txt#, .hidden, .ipynb_checkpoints, …)"
+    }
