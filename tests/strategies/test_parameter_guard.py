@@ -1,16 +1,20 @@
 """The first forward passes are guarded: code that writes into weights or calls backward is refused."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.forked import Training, in_ranks, refused
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, StrategyError, UsageError
+from ddpforge.interfaces import Strategy
 from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.parameter_guard import ParameterGuard, check_loss, guarded_forward
 
@@ -388,7 +392,7 @@ class Smoothed(nn.Module):
 @pytest.mark.parametrize(
     ("build", "options", "said"),
     [
-        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` while this rank has only a part of it"),
+        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` of the model while this rank has only a part of it"),
         (
             Smoothed,
             {"tensor": 2, "loss_parallel": True},
@@ -405,6 +409,126 @@ def test_split_tensors_are_refused_if_whole_tensors_are_needed(
 
     for found in in_ranks(2, action):
         assert re.search(said, found)
+
+
+class Layers(nn.Module):
+    """A layer, two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks[1](self.blocks[0](self.first(x))))
+        return y
+
+
+class Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.pow(2)
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "float": lambda w: float(w.detach().norm()),
+    "item": lambda w: w.sum().item(),
+    "element": lambda w: w[0, 0],
+    "data": lambda w: w.data.norm(),
+    "numpy": lambda w: w.detach().numpy(),
+    "array": np.asarray,
+    "list": lambda w: w.tolist(),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "penalty": lambda w: sum(each.abs().sum() for each in [w]),
+    "together": lambda w: torch._foreach_norm([w]),
+    "stacked": lambda w: torch.stack([w, w]),
+    "transposed": lambda w: w.T,
+    "compared": lambda w: bool((w == 0).all()),
+    "rows": list,
+    "copy": lambda w: w.clone(),
+    "deepcopy": copy.deepcopy,
+    "function": lambda w: Power.apply(w),
+    "layer": lambda w: nn.functional.linear(torch.ones(1, 4), w),
+}
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), DeepSpeed(stage=3)], ids=["fsdp", "zero3"])
+def test_each_read_of_a_sharded_weight_outside_of_its_forward_is_refused_in_each_step(
+    strategy: Strategy, deepspeed: None
+) -> None:
+    def rank(_: int) -> list[str]:
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        net: Layers = training.replica.unwrapped
+        weights = {"first.weight": net.first.weight, "blocks.1.0.weight": net.blocks[1][0].weight}  # type: ignore[index]
+        found = []
+
+        def look(when: str) -> None:
+            for name, weight in weights.items():
+                for way, read in READS.items():
+                    with training.replica.forward():
+                        if when != "before forward" and name.startswith("blocks"):
+                            training.model(torch.ones(2, 4))
+                        try:
+                            read(weight)
+                        except StrategyError as error:
+                            assert f"uses parameter `{name}` of the model while this rank has only" in error.message
+                        else:
+                            found.append(f"{way} of {name} {when}")
+
+        look("before forward")
+        look("after forward")
+        training.step(torch.ones(2, 4))
+        look("after an update")
+        training.model.eval()
+        with torch.no_grad():
+            look("in an evaluation")
+        return found
+
+    assert in_ranks(2, rank) == [[], []]
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), DeepSpeed(stage=3)], ids=["fsdp", "zero3"])
+def test_the_form_of_a_sharded_weight_may_be_read_and_forward_may_use_it(strategy: Strategy, deepspeed: None) -> None:
+    def rank(_: int) -> Any:
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        net: Layers = training.replica.unwrapped
+        with training.replica.forward():
+            weights = list(net.parameters())
+            forms = [(str(w.dtype), w.device.type, w.requires_grad, w.is_leaf, isinstance(w, nn.Parameter)) for w in weights]
+            names = {hash(w): name for name, w in net.named_parameters()}
+            net(torch.ones(2, 4))
+            net.blocks[1](torch.ones(2, 4))
+        kinds = {type(weight).__module__ for weight in net.parameters()}
+        return set(forms), len(names), any("parameter_guard" in kind for kind in kinds)
+
+    for found in in_ranks(2, rank):
+        assert found == ({("torch.float32", "cpu", True, True, True)}, 8, False)
+
+
+def test_weights_outside_of_blocks_are_whole_after_forward_under_fsdp() -> None:
+    """A loss with the head's norm, with and without a gradient, has the weights of DDP."""
+
+    def curve(strategy: Strategy) -> Any:
+        torch.manual_seed(0)
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        torch.manual_seed(training.world.global_ranks.rank)
+        norms = []
+        for _ in range(3):
+            for last in (False, True):
+                with training.replica.forward(last=last):
+                    loss = training.model(torch.randn(2, 4)).pow(2).sum()
+                    head = training.replica.unwrapped.head.weight
+                    norms.append(float(head.detach().norm()))
+                    loss = loss * norms[-1] + head.pow(2).sum() * loss.detach()
+                training.replica.backward(loss, 0.01)
+            norms.append(float(training.replica.step()))
+        return norms
+
+    def rank(_: int) -> Any:
+        return curve(DDP()), curve(FSDP())
+
+    for plain, sharded in in_ranks(2, rank):
+        assert sharded == pytest.approx(plain, rel=1e-5)
 
 
 def test_an_evaluation_before_the_first_update_is_not_guarded() -> None:

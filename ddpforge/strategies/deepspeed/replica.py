@@ -66,6 +66,9 @@ class ZeroReplica(Replica):
         self.engine = self.module = self._start(keys)
         self.weights = ZeroWeights(self.engine, model, keys.per_parameter)
         self.weights.compare()
+        if strategy.stage == 3:
+            whole = self.train.compile != "off" and not self.train.compile_blocks  # then hooks of the model are compiled
+            strategy.partial.add(model, "the model", called=self.engine if whole else model)
 
     def _start(self, keys: Keys) -> Any:
         config = self.strategy.config(self.train, self.world.global_ranks.size)
@@ -219,7 +222,7 @@ class ZeroReplica(Replica):
         Under stage 3 autocast keeps no copies of gathered weights. Until the first step, training passes are checked.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        with self._autocast():
+        with self._autocast(), self.strategy.partial.refused():
             if self._updated or not self.unwrapped.training:
                 yield
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,13 +76,18 @@ class FSDPReplica(TorchReplica):
         with self._strategy.sharing.losses(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
             yield
 
-    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it."""
+    @contextmanager
+    def forward(self, *, last: bool = True) -> Iterator[None]:
+        """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it.
+
+        Raises StrategyError for code that reads weights where they are sharded.
+        """
         if self._strategy.no_sync:
             self._model.set_requires_gradient_sync(last)
         elif self._strategy.replicas > 1:
             self._model.set_requires_all_reduce(last)
-        return super().forward(last=last)
+        with super().forward(last=last), self._strategy.partial.refused():
+            yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` times `scale`; raises StrategyError if a trained parameter gets none."""

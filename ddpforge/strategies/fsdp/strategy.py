@@ -36,9 +36,16 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
     from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
     from ddpforge.strategies.fsdp.shards import ShardLayout
+    from ddpforge.strategies.parameter_guard import PartialWeights
     from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["FSDP"]
+
+_WHOLE = (  # how to read a whole weight
+    "call the module that has the parameter, or use it in the forward of its block",
+    "or name in train.blocks a class that contains both the parameter and the code that uses it",
+    'or set strategy.use = "ddp"',
+)
 
 
 class FSDP(Strategy):
@@ -62,6 +69,7 @@ class FSDP(Strategy):
         float8=True,
     )
     needs_process_group = True
+    partial: PartialWeights  # of the model and of auxiliary modules; set by `prepare`
 
     def __init__(
         self,
@@ -281,7 +289,9 @@ class FSDP(Strategy):
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
         # The rest outside of blocks must be freed after forward: no backward pass frees it.
-        return DTensorWeights(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
+        self._shard_all(module, blocks, reshard_after_forward=True)
+        self.partial.add(module, f"the auxiliary {type(module).__name__.removeprefix('FSDP')}")
+        return DTensorWeights(module, self.layout.part)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
@@ -331,11 +341,14 @@ class FSDP(Strategy):
         from ddpforge.strategies.fsdp.replica import FSDPReplica
         from ddpforge.strategies.fsdp.shards import try_on_shards
         from ddpforge.strategies.fsdp.wrap_units import check_sharded
+        from ddpforge.strategies.parameter_guard import PartialWeights
 
         for _, member in member_optimizers(optimizer):
             try_on_shards(member, self.mesh, self.world.device)
             self.sharing.try_out(member, self.world.device)
         check_sharded(model)
+        self.partial = PartialWeights(_WHOLE)
+        self.partial.add(model, "the model")
         if self.context > 1:
             return ContextReplica(ContextParallel(self.places.context), self, model, optimizer)
         if self.spread:
