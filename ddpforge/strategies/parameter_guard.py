@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -262,7 +262,7 @@ _FORM = {  # read no values
 
 
 class PartialWeights:
-    """Weights of which this rank has only a part outside of forward passes; refuses code that reads their values.
+    """Weights that are whole on this rank only within forward passes; refuses other code that reads their values.
 
     Such a read gives no error: a number of one shard, or of an empty or old tensor.
     """
@@ -277,6 +277,8 @@ class PartialWeights:
         self._weights: list[tuple[Tensor, type, type]] = []
         self._modules: set[int] = set()
         self._kinds: dict[type, type] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._refuses = False
 
     def add(self, module: nn.Module, whose: str, *, called: nn.Module | None = None) -> None:
@@ -287,19 +289,52 @@ class PartialWeights:
             kind = type(parameter)
             guarded = self._kinds.setdefault(kind, self._guarded(kind))
             self._weights.append((parameter, kind, guarded))
-        if called is None:
-            return
-        states: list[bool] = []
+        if called is not None:
+            states: list[bool] = []
 
-        def begin(*_: Any) -> None:
-            states.append(self._refuses)
-            self._set(False)
+            def begin() -> None:
+                states.append(self._refuses)
+                self._set(False)
 
-        def end(*_: Any) -> None:
-            self._set(states.pop())
+            _around_forward(called, begin, lambda: self._set(states.pop()))
 
-        called.register_forward_pre_hook(begin)
-        called.register_forward_hook(end, always_call=True)
+    def hide(self, model: nn.Module, names: Container[str]) -> None:
+        """Also refuses reads of these weights of `model` after its forward, which leaves them gathered, but not exact.
+
+        Ranks may gather a share of a layer, or rounded values.
+        """
+        chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        self._places = [
+            (module, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in chosen
+        ]
+        inside: list[None] = []
+
+        def begin() -> None:
+            inside.append(None)
+            self._show()
+
+        def end() -> None:
+            inside.pop()
+            if self._refuses and not inside:
+                self._hide()
+
+        for module in {model, *(module for module, *_ in self._places)} if self._places else ():
+            _around_forward(module, begin, end)
+
+    def _hide(self) -> None:
+        for module, key, parameter in self._places:
+            gathered = module._parameters[key]
+            if gathered is not None and gathered is not parameter:
+                self._hidden.append((module, key, gathered))
+                module._parameters[key] = parameter
+
+    def _show(self) -> None:
+        for module, key, gathered in self._hidden:
+            module._parameters[key] = gathered
+        self._hidden.clear()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -314,6 +349,10 @@ class PartialWeights:
     def _set(self, refuses: bool) -> None:
         if refuses != self._refuses:
             self._refuses = refuses
+            if refuses:
+                self._hide()
+            else:
+                self._show()
             for parameter, kind, guarded in self._weights:
                 parameter.__class__ = guarded if refuses else kind
 
@@ -323,7 +362,7 @@ class PartialWeights:
         def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if _operation(func) not in _FORM and not self._may_read():
-                self._check(func, [*args, *kwargs.values()])
+                self._check(func, [*args, *kwargs.values()], list(_written(func, args, kwargs)))
             return kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
 
         return type(kind.__name__, (kind,), {"__torch_function__": classmethod(checked), "__module__": __name__})
@@ -342,17 +381,32 @@ class PartialWeights:
             frame = frame.f_back
         return False
 
-    def _check(self, func: Any, given: Iterable[Any]) -> None:
+    def _check(self, func: Any, given: Iterable[Any], written: Sequence[Tensor]) -> None:
         for tensor in _members(given):
+            if not self._per_module and any(tensor is target for target in written):
+                continue  # each rank changes its rows
             if name := self._names.get(id(tensor)):
                 raise StrategyError(
-                    f"`{_operation(func)}` uses parameter {name} while this rank has only a part of it: sharded "
-                    "weights are whole only within the forward of their block",
+                    f"`{_operation(func)}` uses parameter {name} while this rank may have only a part of it: "
+                    "weights that are spread over ranks are whole only within the forward of their block",
                     hints=self._advice,
                 )
 
 
 _HANDLER = "__torch_function__"
+
+
+def _around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Calls `begin` before each forward pass of a module, and `end` after it."""
+
+    def before(*_: Any) -> None:
+        begin()
+
+    def after(*_: Any) -> None:
+        end()
+
+    module.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)  # type: ignore[no-untyped-call]
 
 
 def _members(given: Iterable[Any]) -> Iterator[Any]:

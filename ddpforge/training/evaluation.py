@@ -146,6 +146,7 @@ class Evaluator:
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             one.seed()
+            task.task.batch_samples = one.samples
             loss, outputs = task.loss(module, one.batch)
             # Measured within the forward pass of the replica, which refuses reads of sharded weights.
             measured = measure(task, outputs, one.batch) if one.needs_outputs else {}
@@ -202,7 +203,12 @@ class Evaluator:
                 heartbeat.beat(heartbeat.EVAL)
                 batch = self._replica.local_batch(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
-                yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro), needs_outputs=micro.samples > 0)
+                yield Pass(
+                    batch=batch,
+                    samples=micro.samples or None,
+                    seed=partial(self._seed_pass, number, micro),
+                    needs_outputs=micro.samples > 0,
+                )
 
         try:
             for result in self._replica.run_microbatches(passes(), compute, trains=False):

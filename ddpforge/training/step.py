@@ -142,6 +142,7 @@ class Stepper:
                 running.append(micro)
                 yield Pass(
                     batch=self._replica.local_batch(to_device(micro.data, self._world.device)),
+                    samples=micro.samples or None,
                     seed=partial(seed_all, mix(self._seed, _FORWARD, *place), self._world.device),
                     scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
                     last=micro.last,
@@ -167,6 +168,7 @@ class Stepper:
         # memory.
         heartbeat.beat(heartbeat.FORWARD)
         one.seed()
+        self._task.task.batch_samples = one.samples
         loss, outputs = self._task.loss(module, one.batch)
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
         if self._sources and one.sources:

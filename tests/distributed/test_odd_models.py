@@ -89,6 +89,15 @@ def test_gradient_penalty_with_sharded_weights_is_refused(odd: Odd, strategy: st
     refused(failed, "the loss computes gradients itself (torch.autograd.grad)")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "task"), [(FSDP, "WeighedAtStart"), (ZERO[3], "Weighed")], ids=["fsdp, at the start", "zero3, metrics"]
+)
+def test_a_sharded_weight_read_by_metrics_or_at_the_start_is_refused(odd: Odd, strategy: str, task: str) -> None:
+    """Each rank would report a number of its shard."""
+    failed = odd.train("OwnSeed", strategy, task=f"./odd_models.py:{task}", fails=True)
+    refused(failed, "of the model while this rank may have only a part of it")
+
+
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
 def test_optimizers_that_cannot_update_shards_are_refused(odd: Odd, name: str) -> None:
     """Accepts an optimizer if it trains as under DDP: torch 2.15 updates shards with Rprop."""

@@ -64,10 +64,12 @@ class ZeroReplica(Replica):
         keys = keys_of(optimizer, torch.device("cpu") if strategy.offload_optimizer != "none" else self.world.device)
         self._watch()
         self.engine = self.module = self._start(keys)
-        self.weights = ZeroWeights(self.engine, model, keys.per_parameter)
+        self.weights = ZeroWeights(self.engine, model, keys.per_parameter, strategy.partial)
         self.weights.compare()
         if strategy.stage == 3:
-            whole = self.train.compile != "off" and not self.train.compile_blocks  # then hooks of the model are compiled
+            whole = (
+                self.train.compile != "off" and not self.train.compile_blocks
+            )  # then hooks of the model are compiled
             strategy.partial.add(model, "the model", called=self.engine if whole else model)
 
     def _start(self, keys: Keys) -> Any:

@@ -32,7 +32,7 @@ class FSDPReplica(TorchReplica):
     """Replica with this rank's shards of the model."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, DTensorWeights(model, strategy.layout.part))
+        super().__init__(strategy, model, optimizer, DTensorWeights(model, strategy.layout.part, strategy.partial))
         self._strategy, self._model = strategy, cast(FSDPModule, model)
         self._used = GradientCoverage(model)
         self._shared: TensorParallelGradients | None = None

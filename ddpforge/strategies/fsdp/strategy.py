@@ -244,6 +244,7 @@ class FSDP(Strategy):
 
         self.places = self.grid.places(world)
         self.mesh = self.places.mesh
+        self._rounded: set[str] = set()  # weights that stay gathered after forward, in the dtype of train.precision
         limit_waiting(self.places.groups, train)
         if self.experts > 1:
             from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
@@ -291,7 +292,7 @@ class FSDP(Strategy):
         # The rest outside of blocks must be freed after forward: no backward pass frees it.
         self._shard_all(module, blocks, reshard_after_forward=True)
         self.partial.add(module, f"the auxiliary {type(module).__name__.removeprefix('FSDP')}")
-        return DTensorWeights(module, self.layout.part)
+        return DTensorWeights(module, self.layout.part, self.partial)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
@@ -349,6 +350,7 @@ class FSDP(Strategy):
         check_sharded(model)
         self.partial = PartialWeights(_WHOLE)
         self.partial.add(model, "the model")
+        self.partial.hide(model, {*self.layout.cuts, *self._rounded})
         if self.context > 1:
             return ContextReplica(ContextParallel(self.places.context), self, model, optimizer)
         if self.spread:
@@ -360,6 +362,9 @@ class FSDP(Strategy):
             _reject_norms(block)
         self._agree_on(block)
         self._cut(model, block)
+        if not self.reshard_after_forward and self._gather_dtype(block) is not None:
+            own = {id(parameter) for parameter in block.parameters()}
+            self._rounded |= {name for name, parameter in model.named_parameters() if id(parameter) in own}
         self._shard(block, self.mesh)
 
     def _shard(self, block: nn.Module, mesh: DeviceMesh) -> FSDPModule:

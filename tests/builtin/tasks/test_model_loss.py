@@ -13,6 +13,7 @@ from support.launched import Ranks
 from support.stages import staged
 from torch import Tensor, nn
 
+from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.tasks.model_loss import ModelLoss, samples_in
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.errors import RecipeError, UsageError
@@ -57,6 +58,73 @@ def test_the_loss_is_found_in_every_form(form: Callable[[Tensor, Tensor], Any]) 
         return
     for batch in ((IMAGES, CLASSES), {"images": IMAGES, "labels": CLASSES}):
         torch.testing.assert_close(task.loss(model, batch)[0], expected(model))
+
+
+class MaskedMean(nn.Module):
+    """Linear classifier that returns the mean over its counted targets, by a sum and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        counted = labels != -100
+        losses = F.cross_entropy(self.layer(images), labels.clamp(min=0), reduction="none")
+        return (losses * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("model", [MaskedMean, lambda: Returns(lambda logits, loss: {"loss": loss})])
+@pytest.mark.parametrize("named", [True, False], ids=["dict", "tuple"])
+def test_a_batch_without_counted_targets_adds_no_loss_and_no_gradient(
+    model: Callable[[], nn.Module], named: bool
+) -> None:
+    task, net = ModelLoss(over="targets"), model()
+    for labels, expected in ((torch.full((8,), -100), 0.0), (CLASSES.masked_fill(CLASSES > 0, -100), 1.0)):
+        batch: Any = {"images": IMAGES, "labels": labels} if named else (IMAGES, labels)
+        net.zero_grad()
+        loss, outputs = task.loss(net, batch)
+        assert loss is not None
+        loss.backward()
+        plain = F.cross_entropy(net.layer(IMAGES), labels, reduction="sum")  # type: ignore[operator]
+        torch.testing.assert_close(loss, plain if expected else torch.zeros(()))
+        assert bool(net.layer.weight.grad.abs().sum() > 0) == bool(expected)  # type: ignore[union-attr]
+        assert net.layer.weight.grad.isfinite().all()  # type: ignore[union-attr]
+        assert task.metrics(outputs, batch) == {}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda logits, loss: loss, lambda logits, loss: {"box": loss, "mask": loss}],
+    ids=["number", "dict"],
+)
+def test_a_model_may_return_only_losses_in_training_and_only_outputs_in_evaluations(form: Any) -> None:
+    task = ModelLoss(evaluation_loss=False, metrics=[Accuracy()])
+    model = Returns(form)
+    _, outputs = task.loss(model, (IMAGES, CLASSES))
+    assert "accuracy" not in task.metrics(outputs, (IMAGES, CLASSES))
+    model.form = lambda logits, loss: logits
+    loss, outputs = task.loss(model.eval(), (IMAGES, CLASSES))
+    assert loss is None
+    assert list(task.metrics(outputs, (IMAGES, CLASSES))) == ["accuracy"]
+    model.form = form
+    _, outputs = task.loss(model, (IMAGES, CLASSES))
+    with pytest.raises(UsageError, match="returns no output for metrics"):
+        task.metrics(outputs, (IMAGES, CLASSES))
+
+
+@pytest.mark.parametrize("samples", [None, 8])
+def test_a_mean_is_multiplied_by_the_samples_and_not_by_the_first_value_of_a_batch(samples: int | None) -> None:
+    """The first value may be shared by all samples, as positions are."""
+
+    class Shared(Returns):
+        def forward(self, positions: Tensor, images: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(images, labels)
+
+    task, model = ModelLoss(), Shared(lambda logits, loss: loss)
+    task.batch_samples = samples
+    loss, _ = task.loss(model, (torch.zeros(24), IMAGES, CLASSES))
+    torch.testing.assert_close(loss, expected(model) * (1 if samples else 3))
 
 
 def test_models_of_transformers_return_the_loss_over_targets() -> None:
