@@ -510,6 +510,38 @@ def test_the_form_of_a_sharded_weight_may_be_read_and_forward_may_use_it(strateg
         assert found == ({("torch.float32", "cpu", True, True, True)}, 8, False)
 
 
+class Branches(nn.Module):
+    """Two parts for different samples; a rank may have no sample for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, parts = x[:, 0] > 0, []
+        for block, chosen in zip(self.blocks, (first, ~first), strict=True):
+            parts.append(block(x[chosen]))  # of 0 rows on some ranks
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), DeepSpeed(stage=2), DeepSpeed(stage=3)], ids=["fsdp", "zero2", "zero3"])
+def test_parts_that_are_called_with_no_rows_have_the_gradients_of_ddp(strategy: Strategy, deepspeed: None) -> None:
+    """Ranks use different parts, as the error about unused parameters advises."""
+
+    def norms(strategy: Strategy) -> list[float]:
+        torch.manual_seed(0)
+        training = Training(strategy, Branches, blocks=lambda model: model.blocks)
+        sign = 1.0 if training.world.global_ranks.rank else -1.0
+        return [training.step(torch.full((2, 4), sign * number)) for number in (1.0, 2.0, -1.0)]
+
+    def rank(_: int) -> Any:
+        return norms(DDP()), norms(strategy)
+
+    for plain, sharded in in_ranks(2, rank):
+        assert sharded == pytest.approx(plain, rel=1e-5)
+        assert min(plain) > 0
+
+
 class Shared(nn.Module):
     """A model whose only layer is split over two ranks: once per pass they gather a share of its weight."""
 

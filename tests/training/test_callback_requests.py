@@ -1,4 +1,5 @@
 """Requests of callbacks: which may end a run, and what ranks exchange for it after each step."""
+# ruff: noqa: ANN001, ANN201 (methods as users write them, without annotations)
 
 import json
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class Undeclared(Callback):
 class Explicit(Callback):
     def on_step(self, info):  # type: ignore[no-untyped-def]
         self.seen = info.step
-        return None  # noqa: PLR1711, RET501
+        return None
 
 
 class Ends(Callback):
@@ -69,7 +70,7 @@ def attribute(function: Callable[[Any], Any]) -> Callback:
         (Undeclared(), False),
         (Explicit(), False),
         (attribute(lambda info: None), False),
-        (attribute([].append), True),  # written in C: nothing shows what it returns
+        (attribute([].append), True),  # written in C: its result is not known
         (Ends(), True),
         (EndsByName(), True),
         (EndsOrNone(), True),
@@ -162,7 +163,7 @@ def test_ranks_add_up_one_number_after_a_step_only_if_a_callback_may_end_the_run
     def count(kinds: list[str]) -> list[list[int]]:
         others = "\n".join(f'callbacks.{kind} = {{ use = "./own.py:{kind}" }}' for kind in kinds)
         (tmp_path / "runs").mkdir(exist_ok=True)
-        trained(tmp_path, RECIPE.format(others=others).replace("counts\"\n", f'counts-{len(kinds)}"\n', 1), 2)
+        trained(tmp_path, RECIPE.format(others=others).replace('counts"\n', f'counts-{len(kinds)}"\n', 1), 2)
         files = [tmp_path / f"runs/counts-{len(kinds)}/counts-{rank}.json" for rank in range(2)]
         return [json.loads(file.read_text()) for file in files]
 

@@ -24,7 +24,7 @@ class _Derived:
     random = True
 
     def __getattr__(self, name: str) -> Any:
-        # Samples have another form than those that the dataset collates or fetches together.
+        # Samples have another form than the dataset's own, which it collates or fetches together.
         if name.startswith("__") or name in ("data", "collate"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return getattr(self.data, name)

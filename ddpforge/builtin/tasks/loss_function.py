@@ -97,7 +97,9 @@ class LossFunction(Task):
     def count(self, batch: Any) -> Tensor | None:
         """Returns the number of classes that count; None if each sample counts once."""
         targets = pair(batch, "of a loss function", "(inputs, targets)")[1]
-        return (targets != self._ignored).sum() if self._counts(targets) else None
+        if self._ignored is None or not self._counts(targets):
+            return None
+        return targets.ne(self._ignored).sum()
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics."""

@@ -17,7 +17,7 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
 from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
-from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.gradients import EVERY_PASS, Gradients
 from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
 from ddpforge.strategies.optimizer_probe import check_sparse_gradients
 from ddpforge.strategies.parameter_guard import check_loss, guarded_forward
@@ -44,7 +44,7 @@ class ZeroReplica(Replica):
         """Starts the engine; raises StrategyError if it does not run with the requested settings."""
         self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
         self.unwrapped, self.optimizer = model, optimizer
-        self.gradients = Gradients(model, self.world.global_ranks)
+        self.gradients = Gradients(model, self.world.global_ranks, hints=EVERY_PASS)
         self._updated = False  # True after the first step of this process
         fp16 = self.train.precision == "fp16"
         self.precision = (
@@ -211,7 +211,8 @@ class ZeroReplica(Replica):
         # DeepSpeed averages the gradients of ranks in the order of their arrival, even of different parameters. If a
         # micro-batch lacks a gradient, stage 3 adds that of an earlier step.
         if len(self._reached) != len(self.gradients.trained):
-            self.gradients.check_unused([p for p in self.gradients.trained if id(p) not in self._reached])
+            unused = [p for p in self.gradients.trained if id(p) not in self._reached]
+            self.gradients.check_unused(unused, " for the samples of a micro-batch")
         for parameter in self.gradients.frozen:
             if parameter.requires_grad:
                 self.gradients.check_thawed(parameter)

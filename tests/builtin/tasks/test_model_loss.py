@@ -115,7 +115,7 @@ def test_a_model_may_return_only_losses_in_training_and_only_outputs_in_evaluati
 
 @pytest.mark.parametrize("samples", [None, 8])
 def test_a_mean_is_multiplied_by_the_samples_and_not_by_the_first_value_of_a_batch(samples: int | None) -> None:
-    """The first value may be shared by all samples, as positions are."""
+    """Passes a first value that all samples share, as positions are."""
 
     class Shared(Returns):
         def forward(self, positions: Tensor, images: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
