@@ -270,9 +270,14 @@ class PartialWeights:
     # While reads are refused, the weights have another class, which sees each torch function that receives one of them.
     # Nothing else costs time: a mode would see every operation of the forward pass.
 
-    def __init__(self, advice: Sequence[str], *, per_module: bool = False) -> None:
-        """Takes the hints of the error; `per_module` if each module gathers its own weights when it is called."""
-        self._advice, self._per_module = advice, per_module
+    def __init__(self, advice: Sequence[str], *, is_whole: Callable[[Any, bool], bool] | None = None) -> None:
+        """Takes the hints of the error.
+
+        Args:
+            is_whole: if each module gathers its own weights when it is called: True for a weight that is gathered now,
+                and, if the second argument is True, also in the backward pass.
+        """
+        self._advice, self._is_whole = advice, is_whole
         self._names: dict[int, str] = {}
         self._weights: list[tuple[Tensor, type, type]] = []
         self._modules: set[int] = set()
@@ -375,16 +380,19 @@ class PartialWeights:
             return True
         if _is_mover():
             return True
-        while self._per_module and frame is not None:
+        while self._is_whole and frame is not None:
             if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
                 return True
             frame = frame.f_back
         return False
 
     def _check(self, func: Any, given: Iterable[Any], written: Sequence[Tensor]) -> None:
+        in_backward = torch.is_grad_enabled() and _operation(func) not in ("data", "detach")
         for tensor in _members(given):
-            if not self._per_module and any(tensor is target for target in written):
+            if not self._is_whole and any(tensor is target for target in written):
                 continue  # each rank changes its rows
+            if self._is_whole and id(tensor) in self._names and self._is_whole(tensor, in_backward):
+                continue
             if name := self._names.get(id(tensor)):
                 raise StrategyError(
                     f"`{_operation(func)}` uses parameter {name} while this rank may have only a part of it: "

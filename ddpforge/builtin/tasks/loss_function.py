@@ -80,7 +80,7 @@ class LossFunction(Task):
         return loss.float() if each == 1.0 else loss.float() / each
 
     def _values_of_sample(self, outputs: Any, targets: Tensor, samples: int) -> float:
-        """Returns the number of values of each sample that the loss sums over; 1 if the function always adds them up."""
+        """Returns the number of values of each sample that the loss sums over; 1 if the function never returns them."""
         import torch
 
         form = (tuple(getattr(outputs, "shape", ())), tuple(targets.shape), targets.dtype, samples)

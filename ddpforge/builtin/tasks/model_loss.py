@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -98,19 +98,15 @@ class ModelLoss(Task):
         found: dict[str, Total | SampleColumns] = {
             name: Total(part.detach().float() * factor, size) for name, part in parts.items()
         }
-        output = self._find_output(returned)
-        if self.reports and (output is not None or self.evaluation_loss or is_evaluation):
-            if output is None:
-                self._reject_outputs(returned)
-            targets = self._targets(batch)
+        may_lack = not (self.evaluation_loss or is_evaluation)
+        if self.reports and not (may_lack and self._find_output(returned) is None):
+            output, targets = self._output_of(returned), self._targets(batch)
             found |= {name: metric(output, targets) for name, metric in self.reports.items()}
         return found
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Returns the model's `output`, see `metrics`."""
-        returned = call(model, batch)
-        output = self._find_output(returned)
-        return {"output": self._reject_outputs(returned) if output is None else output}
+        return {"output": self._output_of(call(model, batch))}
 
     # -- parts
     def _losses(self, returned: Any) -> dict[str, Tensor]:
@@ -207,7 +203,10 @@ class ModelLoss(Task):
             found = [value for value in values if isinstance(value, Tensor) and not _is_number(value)]
         return found[0] if found and self._output is None else None
 
-    def _reject_outputs(self, returned: Any) -> NoReturn:
+    def _output_of(self, returned: Any) -> Any:
+        """Returns the output as `_find_output` does; raises UsageError if there is none."""
+        if (output := self._find_output(returned)) is not None:
+            return output
         entries = _entries(returned)
         hints = [f"it returns {', '.join(entries)}"] if entries else ["return outputs in addition to the loss"]
         raise UsageError(

@@ -39,6 +39,11 @@ _WHOLE = (  # how to read a whole weight
 )
 
 
+def _is_gathered(parameter: Any, in_backward: bool) -> bool:
+    """True if DeepSpeed holds the whole parameter now, and if `in_backward`, also later."""
+    return parameter.ds_status.name == "AVAILABLE" and (parameter.ds_persist or not in_backward)
+
+
 class DeepSpeed(Strategy):
     """DeepSpeed engine with ZeRO, around the recipe's own optimizer.
 
@@ -178,7 +183,7 @@ class DeepSpeed(Strategy):
         from ddpforge.strategies.deepspeed.zero import import_deepspeed
         from ddpforge.strategies.parameter_guard import PartialWeights
 
-        self.partial = PartialWeights(_WHOLE, per_module=True)
+        self.partial = PartialWeights(_WHOLE, is_whole=_is_gathered)
         self.deepspeed = import_deepspeed(world.device)
         self.folder = Folder(self.nvme_path) if self.nvme_path is not None else None
         if self.folder:

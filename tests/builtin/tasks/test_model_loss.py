@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.launched import Ranks
 from support.stages import staged
+from support.trained import trained
 from torch import Tensor, nn
 
 from ddpforge.builtin.metrics.classification import Accuracy
@@ -352,3 +353,57 @@ def test_none_as_a_loss_needs_the_declaration() -> None:
 def last_loss(run: Path) -> float:
     loss: float = json.loads((run / "status.json").read_text())["metrics"]["eval/loss"]
     return loss
+
+
+SHARED_FIRST = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+class Shared:
+    '''Batches begin with nine positions, which all samples share.'''
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 16), torch.tensor([float(index % 3)])
+
+    def collate(self, samples):
+        return torch.arange(9), torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, positions, x, y):
+        return mse_loss(self.layer(x), y)
+"""
+SHARED_RECIPE = """
+recipe = 2
+name = "{name}"
+model = {{ use = "./own.py:Net" }}
+data.train = {{ use = "./own.py:Shared" }}
+data.eval = {{ use = "./own.py:Shared" }}
+task = {{ use = "model_loss" }}
+optimizer = {{ use = "sgd", lr = 0.1 }}
+strategy = {{ use = "{strategy}" }}
+train = {{ length = "2st", global_batch = 8, micro_batch = {micro}, eval_every = "2st", device = "cpu" }}
+track = {{ every = "1st" }}
+"""
+
+
+def test_the_loss_does_not_depend_on_micro_batches_if_the_first_value_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SHARED_FIRST)
+
+    def losses(strategy: str, micro: int, ranks: int) -> list[float]:
+        text = SHARED_RECIPE.format(name=f"{strategy}-{micro}", strategy=strategy, micro=micro)
+        result = trained(tmp_path, text, ranks)[0]
+        return [*result.column(), *result.column("eval/loss")]
+
+    whole = losses("single", 8, 1)
+    assert losses("single", 1, 1) == pytest.approx(whole, rel=1e-5)
+    assert losses("fsdp", 2, 2) == pytest.approx(whole, rel=1e-5)
