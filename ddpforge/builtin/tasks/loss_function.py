@@ -53,17 +53,16 @@ class LossFunction(Task):
         """Returns the loss as a sum over the batch, and the outputs; raises UsageError if it is no tensor."""
         inputs, targets = pair(batch, "of a loss function", "(inputs, targets)")
         outputs = model(inputs)
-        return self._sum(outputs, targets), outputs
+        return self._sum(outputs, targets, self.batch_samples or len(targets)), outputs
 
     def loss_from_outputs(self, outputs: Any, batch: Any) -> Tensor:
         """Returns the loss as a sum over the batch."""
-        return self._sum(outputs, batch[1])
+        return self._sum(outputs, batch[1], len(batch[1]))
 
-    def _sum(self, outputs: Any, targets: Tensor) -> Tensor:
+    def _sum(self, outputs: Any, targets: Tensor, samples: int) -> Tensor:
         from torch import Tensor
 
         loss = self.function(outputs, targets)
-        samples = self.batch_samples or len(targets)
         if not isinstance(loss, Tensor) or (loss.ndim and len(loss) != samples):
             raise UsageError(
                 f"the loss function returns {described(loss)}, not one number, or one for each sample",

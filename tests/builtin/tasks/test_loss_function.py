@@ -102,6 +102,15 @@ def test_a_mean_counts_the_samples_of_the_batch_and_not_its_targets() -> None:
     assert task.loss(nn.Identity(), (torch.ones(4, 2), torch.ones(12)))[0] == 4.0
 
 
+@pytest.mark.parametrize("function", [mean, each, F.cross_entropy])
+def test_the_loss_of_some_samples_is_the_sum_over_these(function: Callable[..., Tensor]) -> None:
+    """Measures losses of sources: the task knows the size of the whole batch then."""
+    task, outputs = build(function), model()(INPUTS)
+    task.batch_samples = 8
+    some = task.loss_from_outputs(outputs[:3], (INPUTS[:3], BATCH[1][:3]))
+    torch.testing.assert_close(some, F.cross_entropy(outputs[:3], BATCH[1][:3], reduction="sum"))
+
+
 def test_options_are_those_of_the_function(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(
         "def focal(outputs, targets, *, gamma: float = 2.0):\n    return outputs.sum() * gamma\n"
