@@ -391,9 +391,8 @@ class PartialWeights:
         for tensor in _members(given):
             if not self._is_whole and any(tensor is target for target in written):
                 continue  # each rank changes its rows
-            if self._is_whole and id(tensor) in self._names and self._is_whole(tensor, in_backward):
-                continue
-            if name := self._names.get(id(tensor)):
+            name = self._names.get(id(tensor))
+            if name and not (self._is_whole and self._is_whole(tensor, in_backward)):
                 raise StrategyError(
                     f"`{_operation(func)}` uses parameter {name} while this rank may have only a part of it: "
                     "weights that are spread over ranks are whole only within the forward of their block",
@@ -413,8 +412,8 @@ def _around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[
     def after(*_: Any) -> None:
         end()
 
-    module.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)  # type: ignore[no-untyped-call]
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
 
 
 def _members(given: Iterable[Any]) -> Iterator[Any]:

@@ -350,7 +350,8 @@ class FSDP(Strategy):
         check_sharded(model)
         self.partial = PartialWeights(_WHOLE)
         self.partial.add(model, "the model")
-        self.partial.hide(model, {*self.layout.cuts, *self._rounded})
+        if self.train.compile == "off":  # else the hooks would break the graphs
+            self.partial.hide(model, {*self.layout.cuts, *self._rounded})
         if self.context > 1:
             return ContextReplica(ContextParallel(self.places.context), self, model, optimizer)
         if self.spread:
