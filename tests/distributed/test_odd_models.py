@@ -89,13 +89,19 @@ def test_gradient_penalty_with_sharded_weights_is_refused(odd: Odd, strategy: st
     refused(failed, "the loss computes gradients itself (torch.autograd.grad)")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "task"), [(FSDP, "WeighedAtStart"), (ZERO[3], "Weighed")], ids=["fsdp, at the start", "zero3, metrics"]
-)
-def test_a_sharded_weight_read_by_metrics_or_at_the_start_is_refused(odd: Odd, strategy: str, task: str) -> None:
-    """Each rank would report a number of its shard."""
-    failed = odd.train("OwnSeed", strategy, task=f"./odd_models.py:{task}", fails=True)
+@pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
+def test_a_sharded_weight_read_at_the_start_is_refused(odd: Odd, strategy: str) -> None:
+    """Each rank would keep a number of its shard."""
+    failed = odd.train("OwnSeed", strategy, task="./odd_models.py:WeighedAtStart", fails=True)
     refused(failed, "of the model while this rank may have only a part of it")
+
+
+def test_metrics_of_a_whole_weight_in_evaluations_are_those_of_ddp(odd: Odd) -> None:
+    for strategy in (DDP, FSDP, ZERO[3]):
+        odd.train("OwnSeed", strategy, task="./odd_models.py:Weighed")
+    expected = odd.column(f"OwnSeed-{NAMES[DDP]}", "eval/norm")
+    for strategy in (FSDP, ZERO[3]):
+        assert odd.column(f"OwnSeed-{NAMES[strategy]}", "eval/norm") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
