@@ -86,7 +86,7 @@ def export(
     from ddpforge.runs.checkpoints import find, is_checkpoint
 
     into_folder = max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir()))
-    of_model = form is None and into_folder and weights == "model" and not only
+    of_model = form is None and into_folder and not only and not weights.startswith("task.")  # of another model
     form = _form(form, out)
     if form in ("pt2", "onnx"):
         _reject(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})

@@ -64,8 +64,9 @@ def parity(
     """Train RECIPE under several strategies and compare them with the first.
 
     All begin with the same weights and use the same samples in the same order. The comparison covers loss, gradient
-    norm and learning rate at every step, and the weights and the evaluation after the last step. Exit codes: 0 the
-    same, 1 they diverge, 2 usage or recipe, otherwise that of the run that failed.
+    norm and learning rate at every step, and the weights and the evaluation after the last step. A run that fails has a
+    row with its error, and the others are compared. Exit codes: 0 the same, 1 they diverge, 2 usage or recipe,
+    otherwise that of the first run that failed.
     """
     from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.parity.runs import RunFailed
@@ -90,8 +91,10 @@ def parity(
             raise SystemExit(error.code) from None
 
     click.echo(json.dumps(report.as_dict()) if as_json else _text(report))
+    for failure in report.failed:
+        complain(failure)
     if not report.same:
-        raise SystemExit(1)
+        raise SystemExit(report.failed[0].code if report.failed else 1)
 
 
 def _processes() -> int:
@@ -139,6 +142,8 @@ def _largest(quantity: "Quantity") -> str:
 
 
 def _verdict(verdict: "Verdict") -> str:
+    if verdict.failed:
+        return f"{click.style('failed', fg='red')}: {verdict.failed.reason}"
     if verdict.drift is None:
         return click.style("same", fg="green")
     return f"{click.style('drifts', fg='red')}: {_where(*verdict.drift)}"

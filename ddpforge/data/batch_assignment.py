@@ -91,6 +91,7 @@ class Request(NamedTuple):
     last: bool
     shard: int
     number: int
+    earlier: Sequence[int] = ()  # how often each sample comes before in the step; empty if none does
 
 
 class MicroBatch(NamedTuple):
@@ -209,7 +210,9 @@ class BatchAssigner:
         first, block = start, 1  # small at first, because short runs need only few
         while stop is None or first < stop:
             end = first + block if stop is None else min(stop, first + block)
-            yield from (self._by_tokens if self.terms.limit else self._block)(placed, range(first, end))
+            # Whole steps show how often a sample comes in one of them.
+            stepwise = self.terms.limit or not self.order.once
+            yield from (self._stepwise if stepwise else self._block)(placed, range(first, end))
             first, block = end, min(2 * block, most)
 
     def _placed(self) -> tuple[SampleBlock, int]:
@@ -236,16 +239,22 @@ class BatchAssigner:
             yield Request(ids[cursor : cursor + len(places)], *rest)
             cursor += len(places)
 
-    def _by_tokens(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
-        """Yields the requests of several steps, whose samples are divided by their lengths."""
-        assert self.terms.limit
+    def _stepwise(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
+        """Yields the requests of several steps, one step at a time; a limit divides the samples by their lengths."""
+        share, limit = self.terms.share, self.terms.limit
         for step in steps:
             epoch, size = self.order.epoch(step), placed.size(step)
             ids = np.array(self._ids(placed, [range(size)], [step]))
-            micro = self.terms.share.divide(ids, self.terms.limit)
-            for number, (places, samples) in enumerate(micro):
-                whose, last = self.terms.share.whose(number, len(micro)), number + 1 == len(micro)
-                yield Request(ids[places].tolist(), step, epoch, samples, size, last, *whose)
+            parts: list[tuple[Any, int]]
+            if limit:
+                parts = list(share.divide(ids, limit))
+            else:
+                parts = [(np.array(part or range(1)), len(part)) for part in share.deal(size)]
+            earlier = None if self.order.once else _earlier(ids)
+            for number, (places, samples) in enumerate(parts):
+                whose, last = share.whose(number, len(parts)), number + 1 == len(parts)
+                repeated = () if earlier is None else earlier[places].tolist()
+                yield Request(ids[places].tolist(), step, epoch, samples, size, last, *whose, repeated)
 
     def _ids(self, placed: SampleBlock, places: list[range], steps: list[int]) -> list[int]:
         flat = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in places])
@@ -258,6 +267,18 @@ class BatchAssigner:
             )
         ids: list[int] = found.tolist()
         return ids
+
+
+def _earlier(ids: NDArray[Any]) -> NDArray[Any] | None:
+    """Returns for each sample how often it comes before in `ids`; None if all differ."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    first = np.searchsorted(ordered, ordered)  # of each run of equal samples
+    if (first == np.arange(len(ids))).all():
+        return None
+    found = np.empty(len(ids), dtype=np.int64)
+    found[order] = np.arange(len(ids)) - first
+    return found
 
 
 class Even(EpochBatchSampler):

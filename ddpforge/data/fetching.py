@@ -60,21 +60,29 @@ class _Fetcher(Dataset[MicroBatch]):
             self._set_step(request.step)
             self._step = request.step
         turn = request.epoch if self.once else request.step
-        fetched = self._batch(turn, request.ids) if self.batched else [self._sample(turn, i) for i in request.ids]
-        _, _, _, samples, step_samples, last, shard, number = request
+        earlier = request.earlier or [0] * len(request.ids)
+        if self.batched:
+            fetched = self._batch(turn, request.ids, earlier[0])
+        else:
+            fetched = [self._sample(turn, *one) for one in zip(request.ids, earlier, strict=True)]
+        _, _, _, samples, step_samples, last, shard, number, _ = request
         places = np.array(request.ids) if self._tells_places else None
         sources = self.data.source_of(request.ids).tolist() if isinstance(self.data, Sources) else None
         batch = self.collate(fetched)
         return MicroBatch(batch, samples, step_samples, last, shard, number, places=places, sources=sources)
 
-    def _batch(self, turn: int, ids: list[int]) -> Any:
+    def _batch(self, turn: int, ids: list[int], earlier: int) -> Any:
         if self.random:
-            seed_all(mix(self.seed, turn, ids[0]))
+            self._seed(turn, ids[0], earlier)
         return self.data.__getitems__(ids)
 
-    def _sample(self, turn: int, index: int) -> Any:
+    def _seed(self, turn: int, index: int, earlier: int) -> None:
+        """Seeds the RNGs for a sample, which comes `earlier` times before in the step: each time it differs."""
+        seed_all(mix(self.seed, turn, index, *([earlier] if earlier else [])))
+
+    def _sample(self, turn: int, index: int, earlier: int) -> Any:
         if self.random:
-            seed_all(mix(self.seed, turn, index))
+            self._seed(turn, index, earlier)
         try:
             return self.data[index]
         except ForgeError:

@@ -70,8 +70,9 @@ class Callback:
 
     Callbacks run on every rank. Their arguments are already reduced over ranks, so decisions based on them are the same
     on every rank. Training ends after the current step if `on_step` or `on_eval` returns True; it goes back to a
-    checkpoint if `on_step` returns `GoBack`. One rank is enough, because ranks exchange these requests. They do so
-    after every step, unless each `on_step` is declared to return None.
+    checkpoint if `on_step` returns `GoBack`. One rank is enough, because ranks exchange these requests. For that
+    they add up one number after every step, unless no `on_step` can return anything: it is declared to return None, or
+    has no `return` with a value.
     """
 
     goes_back: bool = False

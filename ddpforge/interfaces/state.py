@@ -133,6 +133,10 @@ class Weights(ABC):
         """Wraps callbacks, so that values that they write into the model's parameters take effect or are refused."""
         return nullcontext()
 
+    def whole_guard(self) -> AbstractContextManager[Any]:
+        """Wraps code of a task that expects whole weights: refuses reads of parameters that this rank has in part."""
+        return nullcontext()
+
 
 class ShardedWeights(Weights):
     """Weights of a model; this rank holds the part `part_of(name, parameter)` of each."""

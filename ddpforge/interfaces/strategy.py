@@ -214,6 +214,7 @@ class Pass:
     """
 
     batch: Any  # on the device
+    samples: int | None = None  # in the batch; None if it is not known
     seed: Callable[[], None]  # seeds all RNGs for this pass
     scale: Callable[[], Tensor | float] = lambda: 1.0
     last: bool = True  # of its step

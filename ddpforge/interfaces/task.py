@@ -88,6 +88,10 @@ class Task(ABC):
     evaluates: bool = False
     """True while an evaluation or prediction calls `loss`, e.g. for another loss there. ddpforge sets it."""
 
+    batch_samples: int | None = None
+    """Number of samples in the batch that `loss` receives, for a loss that is their mean; None if it is not known.
+    ddpforge sets it."""
+
     callback: Callback | None = None
     """Callback of the task itself, e.g. to do something at the end of an epoch. Set it in the constructor. It has no
     state; ddpforge calls it before the recipe's callbacks."""

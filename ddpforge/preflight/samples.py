@@ -331,6 +331,7 @@ def _evaluate_update(
         task.start(model, World(global_ranks=alone, dp_ranks=alone, device=place, local_rank=0))
         # As in a run: an evaluation computes no gradients.
         with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), isolated_rng():
+            task.batch_samples = micro.samples
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
                 found = checked_metrics(task, first_metrics(task, outputs, batch))

@@ -11,7 +11,13 @@ from ddpforge import compat
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Ranks
 
-__all__ = ["Gradients"]
+__all__ = ["EVERY_PASS", "Gradients"]
+
+EVERY_PASS = (  # for strategies in which every rank must use every parameter in every micro-batch
+    "if other samples use it (an image encoder, an expert): call that part in every forward pass, also with an empty "
+    "input of 0 rows, instead of behind an `if`: it then gets a gradient of zeros",
+    'or set strategy.use = "ddp" and strategy.find_unused_parameters = true',
+)
 
 
 class Gradients:
@@ -77,13 +83,16 @@ class Gradients:
         if kept:
             compat.foreach("zero_", kept)
 
-    def check_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
-        """Raises StrategyError for parameters that forward did not use on this rank."""
+    def check_unused(self, parameters: Sequence[nn.Parameter], during: str = "") -> NoReturn:
+        """Raises StrategyError for parameters that forward did not use on this rank, `during` some part of a step."""
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
         raise StrategyError(
             f"parameter `{self.names[id(parameters[0])]}`{more} got no gradient on rank {self._ranks.rank}: "
-            "forward did not use it",
-            hints=["remove it from the model, or set requires_grad = False", *self._hints],
+            f"forward did not use it{during}",
+            hints=[
+                f"{'if no sample uses it: ' if during else ''}remove it from the model, or set requires_grad = False",
+                *self._hints,
+            ],
         )
 
     def check_thawed(self, parameter: nn.Parameter) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 from ddpforge import compat
 from ddpforge.errors import StrategyError, UsageError
 
-__all__ = ["ParameterGuard", "check_loss", "guarded_forward"]
+__all__ = ["ParameterGuard", "PartialWeights", "check_loss", "guarded_forward"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
-_BETWEEN = ("torch.", f"{__name__}.")  # modules between the caller and this code
+_OPERATIONS = "deepspeed.runtime.zero.linear."  # replaces torch.nn.functional.linear; its caller reads the weight
+_BETWEEN = ("torch.", _OPERATIONS, f"{__name__}.")  # modules between the caller and this code
 _MARKS = {"requires_grad_", "share_memory_"}  # change no value
 _OPERATORS = ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
 _ASSIGNMENTS = {"__setitem__", "__idiv__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -51,7 +52,8 @@ def _is_mover() -> bool:
     frame: FrameType | None = inspect.currentframe()
     name = ""
     while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith(_BETWEEN):
-        if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
+        sharding = name.startswith(_SHARDING) and not name.startswith(_OPERATIONS)
+        if sharding or frame.f_code.co_name == "_apply":
             return True
         frame = frame.f_back
     return frame is not None and name.startswith(_SHARDING)
@@ -230,23 +232,9 @@ class _Forward(_Writes):
 
     def _reject_parts(self, func: Any, given: Iterable[Any], error: RuntimeError) -> None:
         """Raises StrategyError if a torch function failed because an argument is split over ranks."""
-        parts = [x for each in given for x in (each if isinstance(each, list | tuple) else (each,))]
-        parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "to_local")]
-        what = f"`{getattr(func, '__name__', func)}`"
-        for name, parameter in self._model.named_parameters():
-            if any(x is parameter for x in parts):
-                raise StrategyError(
-                    f"{what} uses parameter `{name}` while this rank has only a part of it: sharded weights are whole "
-                    "only within the forward of their block",
-                    hints=[
-                        "call the module that has the parameter, or use it in the forward of its block",
-                        "or name in train.blocks a class that contains both the parameter and the code that uses it",
-                        'or set strategy.use = "ddp"',
-                    ],
-                ) from error
-        if parts:
+        if any(isinstance(x, Tensor) and hasattr(x, "to_local") for x in _members(given)):
             raise StrategyError(
-                f"{what} mixes whole tensors with a tensor that is split over ranks: logits under "
+                f"`{_operation(func)}` mixes whole tensors with a tensor that is split over ranks: logits under "
                 "strategy.loss_parallel, or a value computed from a sharded weight outside of its block",
                 hints=[
                     "pass such logits only to torch.nn.functional.cross_entropy, without label_smoothing and weight, "
@@ -261,6 +249,186 @@ class _Forward(_Writes):
                 f"parameter `{name}` gets sparse gradients, but sharded gradients are dense",
                 hints=["remove `sparse = True` from the embedding", 'or set strategy.use = "ddp"'],
             )
+
+
+# ---------------------------------------------------------------------------------------------- partial weights
+_FORM = {  # read no values
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "name", "names"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "nbytes", "itemsize", "_version", "output_nr"),
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__hash__", "__repr__", "__dir__"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "element_size", "get_device", "is_same_size"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad"),
+}
+
+
+class PartialWeights:
+    """Weights that are whole on this rank only within forward passes; refuses other code that reads their values.
+
+    Such a read gives no error: a number of one shard, or of an empty or old tensor.
+    """
+
+    # While reads are refused, the weights have another class, which sees each torch function that receives one of them.
+    # Nothing else costs time: a mode would see every operation of the forward pass.
+
+    def __init__(self, advice: Sequence[str], *, is_whole: Callable[[Any, bool], bool] | None = None) -> None:
+        """Takes the hints of the error.
+
+        Args:
+            is_whole: if each module gathers its own weights when it is called: True for a weight that is gathered now,
+                and, if the second argument is True, also in the backward pass.
+        """
+        self._advice, self._is_whole = advice, is_whole
+        self._names: dict[int, str] = {}
+        self._weights: list[tuple[Tensor, type, type]] = []
+        self._modules: set[int] = set()
+        self._kinds: dict[type, type] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._refuses = False
+
+    def add(self, module: nn.Module, whose: str, *, called: nn.Module | None = None) -> None:
+        """Adds the weights of a module; `whose` names it. Reads are allowed within the forward of `called`."""
+        self._modules |= {id(one) for one in module.modules()}
+        for name, parameter in module.named_parameters():
+            self._names[id(parameter)] = f"`{name}` of {whose}"
+            kind = type(parameter)
+            guarded = self._kinds.setdefault(kind, self._guarded(kind))
+            self._weights.append((parameter, kind, guarded))
+        if called is not None:
+            states: list[bool] = []
+
+            def begin() -> None:
+                states.append(self._refuses)
+                self._set(False)
+
+            _around_forward(called, begin, lambda: self._set(states.pop()))
+
+    def hide(self, model: nn.Module, names: Container[str]) -> None:
+        """Also refuses reads of these weights of `model` after its forward, which leaves them gathered, but not exact.
+
+        Ranks may gather a share of a layer, or rounded values.
+        """
+        chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        self._places = [
+            (module, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in chosen
+        ]
+        inside: list[None] = []
+
+        def begin() -> None:
+            inside.append(None)
+            self._show()
+
+        def end() -> None:
+            inside.pop()
+            if self._refuses and not inside:
+                self._hide()
+
+        for module in {model, *(module for module, *_ in self._places)} if self._places else ():
+            _around_forward(module, begin, end)
+
+    def _hide(self) -> None:
+        for module, key, parameter in self._places:
+            gathered = module._parameters[key]
+            if gathered is not None and gathered is not parameter:
+                self._hidden.append((module, key, gathered))
+                module._parameters[key] = parameter
+
+    def _show(self) -> None:
+        for module, key, gathered in self._hidden:
+            module._parameters[key] = gathered
+        self._hidden.clear()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Raises StrategyError within the block for code that reads a weight outside of forward passes."""
+        before = self._refuses
+        self._set(True)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, refuses: bool) -> None:
+        if refuses != self._refuses:
+            self._refuses = refuses
+            if refuses:
+                self._hide()
+            else:
+                self._show()
+            for parameter, kind, guarded in self._weights:
+                parameter.__class__ = guarded if refuses else kind
+
+    def _guarded(self, kind: type) -> type:
+        """Returns a subclass of a kind of parameter: its torch functions are checked first."""
+
+        def checked(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if _operation(func) not in _FORM and not self._may_read():
+                self._check(func, [*args, *kwargs.values()], list(_written(func, args, kwargs)))
+            return kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
+
+        return type(kind.__name__, (kind,), {"__torch_function__": classmethod(checked), "__module__": __name__})
+
+    def _may_read(self) -> bool:
+        """True if the operation is of code that shards, of this module, or of a module that has its weights."""
+        frame: FrameType | None = inspect.currentframe()
+        frame = frame.f_back.f_back if frame and frame.f_back else None  # the caller of the torch function
+        if frame is None or (frame.f_globals.get("__name__") == __name__ and frame.f_code.co_name != _HANDLER):
+            return True
+        if _is_mover():
+            return True
+        while self._is_whole and frame is not None:
+            if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _check(self, func: Any, given: Iterable[Any], written: Sequence[Tensor]) -> None:
+        in_backward = torch.is_grad_enabled() and _operation(func) not in ("data", "detach")
+        for tensor in _members(given):
+            if not self._is_whole and any(tensor is target for target in written):
+                continue  # each rank changes its rows
+            name = self._names.get(id(tensor))
+            if name and not (self._is_whole and self._is_whole(tensor, in_backward)):
+                raise StrategyError(
+                    f"`{_operation(func)}` uses parameter {name} while this rank may have only a part of it: "
+                    "weights that are spread over ranks are whole only within the forward of their block",
+                    hints=self._advice,
+                )
+
+
+_HANDLER = "__torch_function__"
+
+
+def _around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Calls `begin` before each forward pass of a module, and `end` after it."""
+
+    def before(*_: Any) -> None:
+        begin()
+
+    def after(*_: Any) -> None:
+        end()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _members(given: Iterable[Any]) -> Iterator[Any]:
+    """Yields arguments of a torch function, and the members of lists and tuples."""
+    for each in given:
+        if isinstance(each, list | tuple):
+            yield from _members(each)
+        else:
+            yield each
+
+
+def _operation(func: Any) -> str:
+    """Returns the name of a torch function; of an attribute's getter or setter, the attribute's name."""
+    name: str = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
 # ---------------------------------------------------------------------------------------------- the loss

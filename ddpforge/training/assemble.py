@@ -213,7 +213,8 @@ def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, fol
         log_media=shows,
         gradients=replica.gradients_by_name,
     )
-    parts.task.start(replica.unwrapped, world)
+    with replica.weights.whole_guard():
+        parts.task.start(replica.unwrapped, world)
     if parts.trains:
         check_no_parameters(parts.task, replica.unwrapped, parts.auxiliary.values())
     compile_losses(parts.task, parts.recipe.train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,13 +23,32 @@ def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
 
 
 def may_end(callbacks: Mapping[str, Callback], method: str) -> list[str]:
-    """Returns the names of the callbacks that override `method` and do not declare that it returns None.
+    """Returns the names of the callbacks that override `method`, if it may return something.
 
-    Such a method may request the end of the run.
+    Such a method may request the end of the run. It may not if it is declared to return None, or has no declaration and
+    no `return` with a value.
     """
     found = {name: getattr(callbacks[name], method) for name in overriding(callbacks, method)}
-    returns = {name: getattr(one, "__annotations__", {}).get("return", one) for name, one in found.items()}
-    return [name for name, kind in returns.items() if kind not in (None, "None")]
+    return [name for name, one in found.items() if not _returns_nothing(one)]
+
+
+def _returns_nothing(method: Any) -> bool:
+    declared = getattr(method, "__annotations__", {})
+    if "return" in declared:
+        return declared["return"] in (None, "None")
+    code = getattr(getattr(method, "__func__", method), "__code__", None)
+    if code is None or inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        return False
+    before = None
+    for one in dis.get_instructions(code):
+        if one.opname == "RETURN_CONST" and one.argval is not None:
+            return False
+        if one.opname == "RETURN_VALUE":
+            constant = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            if not constant or one.is_jump_target:  # another value may come from elsewhere: `return x or None`
+                return False
+        before = one
+    return True
 
 
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:

@@ -208,19 +208,21 @@ class Evaluator:
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             one.seed()
+            task.task.batch_samples = one.samples
             try:
                 loss, outputs = task.loss(module, one.batch)
             except Exception as error:
                 raise_if_batch_explains(error, module, one.batch)
                 raise
-            return (loss if self._task.evaluation_loss else torch.zeros(())), outputs
+            # Measured within the forward pass of the replica, which refuses reads of sharded weights.
+            measured = measure(task, outputs, one.batch) if one.needs_outputs else {}
+            return (loss if self._task.evaluation_loss else torch.zeros(())), measured
 
         found: dict[str, Total | SampleColumns] = {}
         results = self.results(self._whole(micro_batches), compute)
-        for micro, batch, result in results if self._has_begun else self._begun(results):
+        for micro, _, result in results if self._has_begun else self._begun(results):
             if result is not None:  # otherwise another rank has the loss, and counts it
-                loss, outputs = result
-                measured = measure(task, outputs, batch) if micro.samples else {}
+                loss, measured = result
                 add(found, {"loss": loss_total(loss, items_of(self._task, micro)), **measured})
         return found
 
@@ -267,7 +269,12 @@ class Evaluator:
                 heartbeat.beat(heartbeat.EVAL)
                 batch = self._replica.local_batch(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
-                yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
+                yield Pass(
+                    batch=batch,
+                    samples=micro.samples or None,
+                    seed=partial(self._seed_pass, number, micro),
+                    needs_outputs=micro.samples > 0,
+                )
 
         try:
             for result in self._replica.run_microbatches(passes(), compute, trains=False):

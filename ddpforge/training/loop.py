@@ -64,6 +64,7 @@ log = logging.getLogger("ddpforge")
 
 _MOST_ROLLBACKS = 10
 _FACTOR = "callbacks/lr_factor"
+_WISHES = "?wishes"  # of callbacks, on this rank
 
 
 class Around(Protocol):
@@ -509,7 +510,8 @@ class Trainer:
     ) -> Sequence[bool | GoBack | None]:
         """Returns the requests of callbacks on all ranks: a request on one rank holds for all.
 
-        Ranks exchange them on the host, and only if a callback may have any: see `may_end`.
+        If a callback may have any (see `may_end`), ranks add up a number on the host, and exchange requests if there
+        are some.
         """
         asking = self._ending[method]
         for name, wish in wishes.items():
@@ -518,10 +520,12 @@ class Trainer:
                     f"callback `{name}` returned {wish!r} from `{method}`, which is declared to return None",
                     hints=[f"declare it: def {method}(...) -> bool | None"],
                 )
-        mine = [wishes[name] for name in asking if wishes.get(name)]
-        if self.world.global_ranks.size == 1 or not asking:
+        mine, ranks = [wishes[name] for name in asking if wishes.get(name)], self.world.global_ranks
+        if ranks.size == 1 or not asking:
             return [wish for wish in wishes.values() if wish]
-        return [wish for every in self.world.global_ranks.all_gather_object(mine) for wish in every]
+        if not ranks.all_reduce_mean({_WISHES: float(bool(mine))})[_WISHES]:
+            return ()
+        return [wish for every in ranks.all_gather_object(mine) for wish in every]
 
     def _log(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics |= row

@@ -143,6 +143,7 @@ class Stepper:
                 running.append(micro)
                 yield Pass(
                     batch=self._replica.local_batch(to_device(micro.data, self._world.device)),
+                    samples=micro.samples or None,
                     seed=partial(seed_all, mix(self._seed, _FORWARD, *place), self._world.device),
                     scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
                     last=micro.last,
@@ -168,6 +169,7 @@ class Stepper:
         # memory.
         heartbeat.beat(heartbeat.FORWARD)
         one.seed()
+        self._task.task.batch_samples = one.samples
         try:
             loss, outputs = self._task.loss(module, one.batch)
         except Exception as error:

@@ -264,8 +264,9 @@ def check_sum_reduction(
         model, task = copy.deepcopy((model, task))
         model.train(not task.evaluation_loss)  # in evaluation mode, samples do not depend on their neighbours
         *parts, samples = _cut(batch, samples, fetch)
-        first, second, whole = (_loss(model, task, part) for part in parts)
-        again = _loss(model, task, parts[-1], seed=1)
+        sizes = (samples // 2, samples // 2, samples)
+        first, second, whole = (_loss(model, task, part, size) for part, size in zip(parts, sizes, strict=True))
+        again = _loss(model, task, parts[-1], samples, seed=1)
         items = [task.count(part) for part in parts]
     except Exception:
         return  # some tasks cannot take a part of a batch, and some parts cannot be copied
@@ -319,7 +320,8 @@ def _cut(batch: Any, samples: int, fetch: Callable[[], Halves] | None) -> Halves
         return fetch()
 
 
-def _loss(model: nn.Module, task: Task, batch: Any, *, seed: int = 0) -> float:
+def _loss(model: nn.Module, task: Task, batch: Any, samples: int, *, seed: int = 0) -> float:
+    task.batch_samples = samples
     with isolated_rng(), torch.no_grad():
         torch.manual_seed(seed)
         return float(task.loss(model, batch)[0])

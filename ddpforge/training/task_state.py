@@ -24,7 +24,12 @@ __all__ = ["NAME", "TaskState", "Unsaved", "check_no_parameters", "has_state"]
 log = logging.getLogger("ddpforge")
 
 NAME = "task"  # name of a task's state in checkpoints, which store it like a callback's
-_FRAMEWORKS = {"log_media", "rng", "reports"}  # attributes of a task that the framework sets, or that hold metrics
+_FRAMEWORKS = {
+    "batch_samples",
+    "log_media",
+    "rng",
+    "reports",
+}  # attributes of a task that the framework sets, or that hold metrics
 _LIBRARIES = (
     *("torch.", "deepspeed.", "accelerate.", "builtins.", "typing.", "abc."),
     *("ddpforge.interfaces.", "ddpforge.ranks.", "ddpforge.strategies."),

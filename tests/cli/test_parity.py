@@ -194,6 +194,25 @@ def test_a_failed_run_gives_its_output_and_its_exit_code(comparison: Comparison)
     assert "error: `mine` ended with exit code 137; its last output:\n    one\n    two" in result.stderr
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_failed_run_has_a_row_and_its_exit_code_is_that_of_the_command(comparison: Comparison, as_json: bool) -> None:
+    said = "mine\n[rank 1] error: no gradient\n  = help: none\nerror: another\n"
+    broken = Spec("mine", "mine", (), 2)
+    comparison.answer = report()
+    comparison.answer.verdicts.insert(1, Verdict(broken, "2-mine", 0, [], failed=RunFailed(broken, 3, said)))
+    result = invoke("tiny.toml", "--strategies", "a,b", *(["--json"] if as_json else []))
+    assert result.exit_code == 3
+    assert "error: `mine` ended with exit code 3; its last output:\n    mine" in result.stderr
+    if as_json:
+        runs = json.loads(result.stdout)["runs"]
+        assert [run["same"] for run in runs] == [True, False, True]
+        assert runs[1]["failed"] == {"exit_code": 3, "reason": "no gradient"}
+        return
+    rows = [line.split() for line in result.stdout.splitlines()[1:4]]
+    assert rows[1] == ["mine", "2", "failed:", "no", "gradient"]
+    assert rows[2][-1] == "same"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -126,6 +126,40 @@ def test_random_numbers_of_a_sample_depend_on_its_epoch_or_repetition() -> None:
     assert dict(draws(ORDERS["shuffled"](), 9)) == by_order
 
 
+class Repeating(BatchSampler):
+    """Sampler of steps with three samples, two of them several times."""
+
+    def __call__(self, step: int) -> Sequence[int]:
+        return [5, 7, 5, 5, 9, 7]
+
+
+class Fetched(Samples):
+    """Fetches whole micro-batches."""
+
+    def __getitems__(self, ids: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        return [self[index] for index in ids]
+
+
+@pytest.mark.parametrize("data", [Samples(), Fetched()], ids=["one by one", "together"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_sample_that_comes_several_times_in_a_step_has_other_random_numbers_each_time(
+    data: Samples, ranks: int
+) -> None:
+    hands = [list(steps(opened(Repeating(), rank=rank, ranks=ranks, data=data), 2)) for rank in range(ranks)]
+    found = [one for hand in hands for step in hand for one in step]
+    assert sorted(index for index, _ in found) == sorted([5, 7, 5, 5, 9, 7] * 2)
+    assert len(set(found)) == len(found)
+
+
+def test_the_first_of_equal_samples_has_the_random_numbers_of_one_that_comes_once() -> None:
+    class Once(BatchSampler):
+        def __call__(self, step: int) -> Sequence[int]:
+            return [5, 7, 1, 2, 9, 3]
+
+    (repeated,), (once,) = list(steps(opened(Repeating()), 1)), list(steps(opened(Once()), 1))
+    assert [repeated[place] for place in (0, 1, 4)] == [once[place] for place in (0, 1, 4)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_set_epoch_and_set_step_are_called_before_the_first_sample(workers: int) -> None:
     class Told(Samples):

@@ -89,6 +89,21 @@ def test_gradient_penalty_with_sharded_weights_is_refused(odd: Odd, strategy: st
     refused(failed, "the loss computes gradients itself (torch.autograd.grad)")
 
 
+@pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
+def test_a_sharded_weight_read_at_the_start_is_refused(odd: Odd, strategy: str) -> None:
+    """Each rank would keep a number of its shard."""
+    failed = odd.train("OwnSeed", strategy, task="./odd_models.py:WeighedAtStart", fails=True)
+    refused(failed, "of the model while this rank may have only a part of it")
+
+
+def test_metrics_of_a_whole_weight_in_evaluations_are_those_of_ddp(odd: Odd) -> None:
+    for strategy in (DDP, FSDP, ZERO[3]):
+        odd.train("OwnSeed", strategy, task="./odd_models.py:Weighed")
+    expected = odd.column(f"OwnSeed-{NAMES[DDP]}", "eval/norm")
+    for strategy in (FSDP, ZERO[3]):
+        assert odd.column(f"OwnSeed-{NAMES[strategy]}", "eval/norm") == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
 def test_optimizers_that_cannot_update_shards_are_refused(odd: Odd, name: str) -> None:
     """Accepts an optimizer if it trains as under DDP: torch 2.15 updates shards with Rprop."""

@@ -149,7 +149,8 @@ def test_unused_parameter_is_named(run: Run, strategy: str) -> None:
     failed = run(nproc=2, strategy=strategy, values=[1.0] * 2, model='weights = "ab"\nuses = "a"', fails=True)
     assert set(failed.codes) == {3}
     assert "parameter `b` got no gradient on rank 0: forward did not use it" in failed.stderr
-    assert ("find_unused_parameters" in failed.stderr) == (strategy == DDP)
+    assert ("or set strategy.find_unused_parameters" in failed.stderr) == (strategy == DDP)
+    assert ("if no sample uses it: remove it from the model" in failed.stderr) == (strategy != DDP)
 
 
 def test_parameters_used_on_one_rank_only_are_refused_or_averaged(run: Run) -> None:

@@ -169,7 +169,9 @@ def test_a_weight_unused_in_one_micro_batch_is_refused(uses: str, said: str) -> 
         return refused(StrategyError, lambda: training.backward(torch.ones(3)))
 
     for number, message in enumerate(in_ranks(2, rank)):
-        assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it")
+        assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it for the")
+        assert "if no sample uses it: remove it" in message
+        assert "call that part in every forward pass, also with an empty input of 0 rows" in message
 
 
 # ---------------------------------------------------------------------------------------------- shards

@@ -1,16 +1,21 @@
 """The first forward passes are guarded: code that writes into weights or calls backward is refused."""
 
+import copy
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.forked import Training, in_ranks, refused
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, StrategyError, UsageError
+from ddpforge.interfaces import Strategy
 from ddpforge.strategies.ddp import DDP
+from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.parameter_guard import ParameterGuard, check_loss, guarded_forward
 
@@ -388,7 +393,11 @@ class Smoothed(nn.Module):
 @pytest.mark.parametrize(
     ("build", "options", "said"),
     [
-        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` while this rank has only a part of it"),
+        (
+            Outside,
+            {},
+            r"`matmul` uses parameter `blocks.0.0.weight` of the model while this rank may have only a part of it",
+        ),
         (
             Smoothed,
             {"tensor": 2, "loss_parallel": True},
@@ -405,6 +414,256 @@ def test_split_tensors_are_refused_if_whole_tensors_are_needed(
 
     for found in in_ranks(2, action):
         assert re.search(said, found)
+
+
+class Layers(nn.Module):
+    """A layer, two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks[1](self.blocks[0](self.first(x))))
+        return y
+
+
+class Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.pow(2)
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "float": lambda w: float(w.detach().norm()),
+    "item": lambda w: w.sum().item(),
+    "element": lambda w: w[0, 0],
+    "data": lambda w: w.data.norm(),
+    "numpy": lambda w: w.detach().numpy(),
+    "array": lambda w: np.asarray(w.detach()),
+    "list": lambda w: w.tolist(),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "penalty": lambda w: sum(each.abs().sum() for each in [w]),
+    "together": lambda w: torch._foreach_norm([w]),
+    "stacked": lambda w: torch.stack([w, w]),
+    "transposed": lambda w: w.T,
+    "compared": lambda w: bool((w == 0).all()),
+    "rows": list,
+    "copy": lambda w: w.clone(),
+    "deepcopy": copy.deepcopy,
+    "function": lambda w: Power.apply(w),
+    "layer": lambda w: nn.functional.linear(torch.ones(1, 4), w),
+}
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in numbers(each)]
+    found: list[float] = torch.as_tensor(value).detach().flatten().float().tolist()
+    return found
+
+
+SMALL_TOO: dict[str, Any] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+WHERE = ["before forward", "after forward", "after an update", "in an evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused_at"),
+    [
+        (FSDP(), {"first.weight": WHERE, "blocks.1.0.weight": WHERE}),
+        # DeepSpeed keeps small weights whole after the first update; and with SMALL_TOO some until the backward pass.
+        (DeepSpeed(stage=3), {"first.weight": WHERE[:2], "blocks.1.0.weight": WHERE[:1]}),
+        (DeepSpeed(stage=3, extra=SMALL_TOO), {"first.weight": WHERE[:2], "blocks.1.0.weight": WHERE[:1]}),
+    ],
+    ids=["fsdp", "zero3", "zero3, large"],
+)
+def test_a_read_of_a_weight_outside_of_its_forward_has_the_numbers_of_ddp_or_is_refused(
+    strategy: Strategy, refused_at: dict[str, list[str]], deepspeed: None
+) -> None:
+    def rank(_: int) -> list[str]:
+        torch.manual_seed(0)
+        plain = Training(DDP(), Layers)
+        torch.manual_seed(0)
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        net, whole = training.replica.unwrapped, plain.replica.unwrapped
+        weights = {name: (net.get_parameter(name), whole.get_parameter(name)) for name in refused_at}
+        found = []
+
+        def look(when: str) -> None:
+            for name, (weight, same) in weights.items():
+                for way, read in READS.items():
+                    with training.replica.forward():
+                        if when != WHERE[0] and name.startswith("blocks"):
+                            training.model(torch.ones(2, 4))
+                        try:
+                            if numbers(read(weight)) != pytest.approx(numbers(read(same)), rel=1e-6):
+                                found.append(f"{way} of {name} {when} is wrong")
+                            elif when in refused_at[name]:
+                                found.append(f"{way} of {name} {when} is accepted")
+                        except StrategyError as error:
+                            if f"uses parameter `{name}` of the model while this rank may have only" not in str(error):
+                                found.append(f"{way} of {name} {when}: {error}")
+
+        for when in WHERE:
+            if when == WHERE[2]:
+                plain.step(torch.ones(2, 4))
+                training.step(torch.ones(2, 4))
+            if when == WHERE[3]:
+                training.model.eval()
+            with torch.set_grad_enabled(when != WHERE[3]):
+                look(when)
+        return found
+
+    assert in_ranks(2, rank) == [[], []]
+
+
+def test_weights_that_the_task_gathers_itself_may_be_read(deepspeed: None) -> None:
+    def rank(_: int) -> Any:
+        found = []
+        for strategy in (FSDP(), DeepSpeed(stage=3)):
+            torch.manual_seed(0)
+            training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+            weight: Any = training.replica.unwrapped.get_parameter("blocks.1.0.weight")
+            with training.replica.forward():
+                if isinstance(strategy, FSDP):
+                    found.append(float(weight.full_tensor().detach().norm()))
+                else:
+                    with import_module("deepspeed").zero.GatheredParameters([weight]):
+                        found.append(float(weight.detach().norm()))
+        return found
+
+    torch.manual_seed(0)
+    expected = float(Layers().get_parameter("blocks.1.0.weight").norm())
+    assert in_ranks(2, rank) == [pytest.approx([expected, expected])] * 2
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), DeepSpeed(stage=3)], ids=["fsdp", "zero3"])
+def test_the_form_of_a_sharded_weight_may_be_read_and_forward_may_use_it(strategy: Strategy, deepspeed: None) -> None:
+    def rank(_: int) -> Any:
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        net: Layers = training.replica.unwrapped
+        with training.replica.forward():
+            weights = list(net.parameters())
+            forms = [
+                (str(w.dtype), w.device.type, w.requires_grad, w.is_leaf, isinstance(w, nn.Parameter)) for w in weights
+            ]
+            names = {hash(w): name for name, w in net.named_parameters()}
+            net(torch.ones(2, 4))
+            net.blocks[1](torch.ones(2, 4))
+        kinds = {type(weight).__module__ for weight in net.parameters()}
+        return set(forms), len(names), any("parameter_guard" in kind for kind in kinds)
+
+    for found in in_ranks(2, rank):
+        assert found == ({("torch.float32", "cpu", True, True, True)}, 8, False)
+
+
+class Branches(nn.Module):
+    """Two parts for different samples; a rank may have no sample for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, parts = x[:, 0] > 0, []
+        for block, chosen in zip(self.blocks, (first, ~first), strict=True):
+            parts.append(block(x[chosen]))  # of 0 rows on some ranks
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), DeepSpeed(stage=2), DeepSpeed(stage=3)], ids=["fsdp", "zero2", "zero3"])
+def test_parts_that_are_called_with_no_rows_have_the_gradients_of_ddp(strategy: Strategy, deepspeed: None) -> None:
+    """Ranks use different parts, as the error about unused parameters advises."""
+
+    def norms(strategy: Strategy) -> list[float]:
+        torch.manual_seed(0)
+        training = Training(strategy, Branches, blocks=lambda model: model.blocks)
+        sign = 1.0 if training.world.global_ranks.rank else -1.0
+        return [training.step(torch.full((2, 4), sign * number)) for number in (1.0, 2.0, -1.0)]
+
+    def rank(_: int) -> Any:
+        return norms(DDP()), norms(strategy)
+
+    for plain, sharded in in_ranks(2, rank):
+        assert sharded == pytest.approx(plain, rel=1e-5)
+        assert min(plain) > 0
+
+
+class Shared(nn.Module):
+    """A model whose only layer is split over two ranks: once per pass they gather a share of its weight."""
+
+    tensor_plan = {"layer": "colwise_gather_output"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("strategy", "build", "precision", "name", "whole"),
+    [
+        (FSDP(tensor=2), Shared, "fp32", "layer.weight", "norm.weight"),
+        (
+            FSDP(reshard_after_forward=False, all_gather_dtype="compute"),
+            Layers,
+            "bf16",
+            "blocks.1.0.weight",
+            "head.weight",
+        ),
+    ],
+    ids=["share of a layer", "rounded"],
+)
+def test_gathered_weights_that_are_not_those_of_ddp_are_refused_after_forward(
+    strategy: Strategy, build: Callable[[], nn.Module], precision: str, name: str, whole: str
+) -> None:
+    def rank(_: int) -> Any:
+        training = Training(strategy, build, blocks=lambda model: getattr(model, "blocks", ()), precision=precision)
+        net, found = training.replica.unwrapped, []
+        for _ in range(2):
+            with training.replica.forward():
+                y = training.model(torch.ones(2, 4))
+                found.append(refused(StrategyError, lambda: net.get_parameter(name).detach()))
+                y = y + training.model(torch.ones(2, 4))
+                read = float(net.get_parameter(whole).detach().abs().sum())
+                found.append(refused(StrategyError, lambda: net.get_parameter(name).detach()))
+            training.replica.backward(y.float().sum())
+            training.replica.step()
+        return found, read > 0
+
+    for found, read in in_ranks(2, rank):
+        assert read
+        assert all(f"uses parameter `{name}` of the model" in said for said in found)
+
+
+def test_weights_outside_of_blocks_are_whole_after_forward_under_fsdp() -> None:
+    """Compares a loss with the head's norm, with and without a gradient, with that of DDP."""
+
+    def curve(strategy: Strategy) -> Any:
+        torch.manual_seed(0)
+        training = Training(strategy, Layers, blocks=lambda model: model.blocks)
+        torch.manual_seed(training.world.global_ranks.rank)
+        norms = []
+        for _ in range(3):
+            for last in (False, True):
+                with training.replica.forward(last=last):
+                    loss = training.model(torch.randn(2, 4)).pow(2).sum()
+                    head = training.replica.unwrapped.head.weight
+                    norms.append(float(head.detach().norm()))
+                    loss = loss * norms[-1] + head.pow(2).sum() * loss.detach()
+                training.replica.backward(loss, 0.01)
+            norms.append(float(training.replica.step()))
+        return norms
+
+    def rank(_: int) -> Any:
+        return curve(DDP()), curve(FSDP())
+
+    for plain, sharded in in_ranks(2, rank):
+        assert sharded == pytest.approx(plain, rel=1e-5)
 
 
 def test_an_evaluation_before_the_first_update_is_not_guarded() -> None:

@@ -110,6 +110,23 @@ def test_a_task_must_call_the_model_exactly_once(loss: _Loss, expected: str) -> 
     assert expected in error_of_last_rank(Chain, loss)
 
 
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_a_weight_of_a_model_that_the_task_keeps_is_refused(data: str) -> None:
+    def action(rank: int) -> str:
+        model = Chain()
+
+        def loss(given: Any, batch: Tensor) -> Tensor:
+            return total(given, batch) * float(model.scale.detach().norm())
+
+        if rank:
+            return refused(StrategyError, lambda: step(model, loss, data=data))
+        with suppress(RuntimeError, StrategyError):
+            step(model, loss, data=data)
+        return ""
+
+    assert "`detach` uses parameter `scale` of the model while this rank may have only a part" in in_ranks(2, action)[1]
+
+
 @pytest.mark.parametrize(("schedule", "data"), [("1F1B", "ddp"), ("ZBVZeroBubble", "ddp"), ("1F1B", "fsdp")])
 def test_a_weight_without_a_gradient_is_refused(schedule: str, data: str) -> None:
     """Schedules that split backward passes skip weights that they do not find; FSDP gives them zeros."""

@@ -4,12 +4,13 @@ They map [B, 4] to [B, 1].
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Task, World
+from ddpforge.interfaces import Task, Total, World
 
 
 class _Block(nn.Module):
@@ -374,6 +375,29 @@ class Penalty(Task):
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             loss = loss + slope.square().sum()
         return loss, out
+
+
+class Weighed(Task):
+    """Squared error; evaluations also report the norm of the first weight."""
+
+    def start(self, model: nn.Module, world: World) -> None:
+        self.model = model
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        out = model(batch[0])
+        return (out - batch[1]).square().sum(), out
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+        if self.model.training:
+            return {}
+        return {"norm": Total(next(self.model.parameters()).norm(), 1)}
+
+
+class WeighedAtStart(Weighed):
+    """The same, with the norm at the start of the run."""
+
+    def start(self, model: nn.Module, world: World) -> None:
+        self.model, self.first = model, float(next(model.parameters()).detach().norm())
 
 
 class Deciding(nn.Module):

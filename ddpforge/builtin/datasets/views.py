@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -14,7 +17,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TwoViews:
+class _Derived:
+    """Other samples of a dataset, in its order: attributes and methods are those of the dataset, such as `labels`."""
+
+    data: Any
+    random = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Samples have another form than the dataset's own, which it collates or fetches together.
+        if name.startswith("__") or name in ("data", "collate"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        return getattr(self.data, name)
+
+
+class TwoViews(_Derived):
     """Two views of each image of the dataset `of`: randomly shifted, with added noise.
 
     The first element of each sample must be an image [C, H, W]. The random numbers depend only on the recipe's seed,
@@ -53,7 +69,7 @@ class TwoViews:
 _Alpha = Annotated[float, Field(ge=0, le=1000)]
 
 
-class Mixed:
+class Mixed(_Derived):
     """Samples of the dataset `of`, each mixed with another one by mixup or CutMix.
 
     A sample (image, class) becomes (image, probabilities of the classes). Mixup (Zhang et al., 2018) adds two images
@@ -190,8 +206,18 @@ class Part:
         found = getattr(self.data, name)
         if name == "__getitems__":
             return lambda ids: found([int(self.places[index]) for index in ids])
-        if callable(found) or isinstance(found, str | bytes) or not hasattr(found, "__len__") or name == "input_names":
+        if inspect.ismethod(found):
+            return partial(self._call, name)  # can be sent to loader processes
+        return found if callable(found) or name == "input_names" else self._of_part(found)
+
+    def _call(self, name: str, *given: Any, **named: Any) -> Any:
+        found = getattr(self.data, name)(*given, **named)
+        return found if given or named else self._of_part(found)
+
+    def _of_part(self, found: Any) -> Any:
+        """Returns the values of the part, if `found` has one value per sample of the dataset; else `found` itself."""
+        if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__") or len(found) != len(self.data):
             return found
-        if len(found) != len(self.data):
-            return found
-        return [found[place] for place in self.places] if isinstance(found, list | tuple) else found[self.places]
+        if isinstance(found, list | tuple):
+            return [found[place] for place in self.places]
+        return found[self.places] if hasattr(found, "__getitem__") else found

@@ -309,6 +309,8 @@ def _of_transformers(horizon: Horizon, warmup: Duration, fall: Callable[[int, in
 def _one_cycle(total: int, rise: float, anneal: str, start: float, peak: float, end: float) -> Schedule:
     """Returns a schedule from `start` to `peak` and on to `end`, as torch's OneCycleLR with two phases."""
     up, last = rise * total - 1, total - 1
+    if up == 0:
+        raise ValueError(f"rise = {rise:g} of {total} steps is one step, in which nothing can rise: set a larger rise")
 
     def factor(s: int) -> float:
         s = min(s, last)

@@ -28,31 +28,42 @@ class LossFunction(Task):
 
     The function returns one number, a mean or a sum over the batch as `reduction` states, or one number or more per
     sample. The first batch checks the reduction: the loss of a batch must be the sum of the losses of its halves.
+
+    Args:
+        values: the function without a reduction, if `function` sums over all values and the loss is their mean.
+        ignore_index: the class that is not counted, for a sum over classes; the loss is then the mean over the others.
     """
 
-    items = "samples"
-
     def __init__(
-        self, function: Callable[[Any, Any], Tensor], *, reduction: Literal["mean", "sum"], metrics: Metrics
+        self,
+        function: Callable[[Any, Any], Tensor],
+        *,
+        reduction: Literal["mean", "sum"],
+        metrics: Metrics,
+        values: Callable[[Any, Any], Tensor] | None = None,
+        ignore_index: int | None = None,
     ) -> None:
         self.function, self.reduction = function, reduction
+        self.items = "samples" if ignore_index is None else "targets"
+        self._values, self._ignored = values, ignore_index
+        self._per_sample: dict[Any, float] = {}  # values of each sample, by the forms of outputs and targets
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss as a sum over the batch, and the outputs; raises UsageError if it is no tensor."""
         inputs, targets = pair(batch, "of a loss function", "(inputs, targets)")
         outputs = model(inputs)
-        return self._sum(outputs, targets), outputs
+        return self._sum(outputs, targets, self.batch_samples or len(targets)), outputs
 
     def loss_from_outputs(self, outputs: Any, batch: Any) -> Tensor:
         """Returns the loss as a sum over the batch."""
-        return self._sum(outputs, batch[1])
+        return self._sum(outputs, batch[1], len(batch[1]))
 
-    def _sum(self, outputs: Any, targets: Tensor) -> Tensor:
+    def _sum(self, outputs: Any, targets: Tensor, samples: int) -> Tensor:
         from torch import Tensor
 
         loss = self.function(outputs, targets)
-        if not isinstance(loss, Tensor) or (loss.ndim and len(loss) != len(targets)):
+        if not isinstance(loss, Tensor) or (loss.ndim and len(loss) != samples):
             raise UsageError(
                 f"the loss function returns {described(loss)}, not one number, or one for each sample",
                 hints=["return a tensor: the mean or the sum over the batch, or the losses of the samples"],
@@ -60,7 +71,34 @@ class LossFunction(Task):
             )
         if loss.ndim:
             return loss.float().reshape(len(loss), -1).mean(dim=1).sum()
-        return loss.float() * len(targets) if self.reduction == "mean" else loss.float()
+        if self.reduction == "mean":
+            return loss.float() * samples
+        each = (
+            1.0 if self._values is None or self._counts(targets) else self._values_of_sample(outputs, targets, samples)
+        )
+        return loss.float() if each == 1.0 else loss.float() / each
+
+    def _values_of_sample(self, outputs: Any, targets: Tensor, samples: int) -> float:
+        """Returns the number of values of each sample that the loss sums over; 1 if the function never returns them."""
+        import torch
+
+        form = (tuple(getattr(outputs, "shape", ())), tuple(targets.shape), targets.dtype, samples)
+        if form not in self._per_sample:
+            assert self._values is not None
+            with torch.no_grad():
+                values = self._values(outputs, targets)
+            self._per_sample[form] = values.numel() / samples if values.ndim else 1.0
+        return self._per_sample[form]
+
+    def _counts(self, targets: Any) -> bool:
+        return self._ignored is not None and not targets.is_floating_point()
+
+    def count(self, batch: Any) -> Tensor | None:
+        """Returns the number of classes that count; None if each sample counts once."""
+        targets = pair(batch, "of a loss function", "(inputs, targets)")[1]
+        if self._ignored is None or not self._counts(targets):
+            return None
+        return targets.ne(self._ignored).sum()
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics."""
@@ -75,7 +113,8 @@ class LossFunction(Task):
 def adopted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Turns a loss `f(outputs, targets, **options)` into a component of a task; returns other functions unchanged.
 
-    A function with its own option `reduction`, as those of `torch.nn.functional`, is called with "sum".
+    A function with its own option `reduction`, as those of `torch.nn.functional`, is called with "sum", and the loss is
+    the mean over its values; over the targets that count, if it has an `ignore_index`.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -87,9 +126,11 @@ def adopted(function: Callable[..., Any]) -> Callable[..., Any]:
     has_own = "reduction" in parameters
 
     def component(*, metrics: Metrics = (), reduction: _Reduction = "mean", **options: Any) -> LossFunction:
-        if has_own:
-            options["reduction"] = reduction = "sum"
-        return LossFunction(partial(function, **options), reduction=reduction, metrics=metrics)
+        if not has_own:
+            return LossFunction(partial(function, **options), reduction=reduction, metrics=metrics)
+        ignored = options.get("ignore_index", getattr(parameters.get("ignore_index"), "default", None))
+        summed, values = (partial(function, **options, reduction=one) for one in ("sum", "none"))
+        return LossFunction(summed, reduction="sum", metrics=metrics, values=values, ignore_index=ignored)
 
     own = [
         one.replace(kind=one.KEYWORD_ONLY)

@@ -73,9 +73,9 @@ class ModelLoss(Task):
 
         The loss is None in an evaluation with `evaluation_loss = false`.
         """
-        returned = call(model, batch)
+        returned = call(model, self._countable(batch) if self._counts_targets else batch)
         if not (self.evaluation_loss or model.training):
-            return None, (returned, {})
+            return None, (returned, None)
         parts = self._losses(returned)
         loss = sum(self._weights.get(name, 1.0) * part.float() for name, part in parts.items())
         if self.reduction == "mean":
@@ -87,14 +87,19 @@ class ModelLoss(Task):
         return None if self.over == "samples" else self._counted(batch)
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
-        """Returns each loss of a dict by name, and the recipe's metrics of outputs and targets."""
+        """Returns each loss of a dict by name, and the recipe's metrics of outputs and targets.
+
+        With `evaluation_loss = false` a model may return only losses in training: it then has no metrics there.
+        """
         returned, parts = outputs
+        is_evaluation, parts = parts is None, parts or {}
         size = self._size(batch)
         factor = size if self.reduction == "mean" else 1
         found: dict[str, Total | SampleColumns] = {
             name: Total(part.detach().float() * factor, size) for name, part in parts.items()
         }
-        if self.reports:
+        may_lack = not (self.evaluation_loss or is_evaluation)
+        if self.reports and not (may_lack and self._find_output(returned) is None):
             output, targets = self._output_of(returned), self._targets(batch)
             found |= {name: metric(output, targets) for name, metric in self.reports.items()}
         return found
@@ -135,7 +140,27 @@ class ModelLoss(Task):
         return found
 
     def _size(self, batch: Any) -> Any:
-        return samples_in(batch) if self.over == "samples" else self._counted(batch)
+        if self.over == "targets":
+            return self._counted(batch)
+        return self.batch_samples or samples_in(batch)
+
+    @property
+    def _counts_targets(self) -> bool:
+        return self.over == "targets" and self.reduction == "mean"
+
+    def _countable(self, batch: Any) -> Any:
+        """Returns a batch without any counted target with other targets, so that its mean is a number; others as is.
+
+        The mean over no target is 0 / 0, and so are its gradients; the loss is multiplied by 0 targets.
+        """
+        import torch
+
+        targets = self._targets(batch)
+        other = torch.full_like(targets, 1 if self.ignore_index == 0 else 0)
+        targets = torch.where(self._counted(batch) > 0, targets, other)  # nothing waits for the device
+        if isinstance(batch, Mapping):
+            return {**batch, self._target: targets}
+        return (*batch[:-1], targets)
 
     def _counted(self, batch: Any) -> Tensor:
         targets = self._targets(batch)
@@ -163,8 +188,8 @@ class ModelLoss(Task):
             key="task.over",
         )
 
-    def _output_of(self, returned: Any) -> Any:
-        """Returns what metrics and predictions read."""
+    def _find_output(self, returned: Any) -> Any:
+        """Returns the output that metrics and predictions read; None if there is none."""
         from torch import Tensor
 
         entries = _entries(returned)
@@ -176,8 +201,13 @@ class ModelLoss(Task):
         else:
             values = returned if isinstance(returned, tuple | list) else [returned]
             found = [value for value in values if isinstance(value, Tensor) and not _is_number(value)]
-        if found and self._output is None:
-            return found[0]
+        return found[0] if found and self._output is None else None
+
+    def _output_of(self, returned: Any) -> Any:
+        """Returns the output as `_find_output` does; raises UsageError if there is none."""
+        if (output := self._find_output(returned)) is not None:
+            return output
+        entries = _entries(returned)
         hints = [f"it returns {', '.join(entries)}"] if entries else ["return outputs in addition to the loss"]
         raise UsageError(
             f"the model returns no output for metrics and predictions: {described(returned)}",

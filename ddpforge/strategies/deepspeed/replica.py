@@ -17,7 +17,7 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
 from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
-from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.gradients import EVERY_PASS, Gradients
 from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
 from ddpforge.strategies.optimizer_probe import check_sparse_gradients
 from ddpforge.strategies.parameter_guard import check_loss, guarded_forward
@@ -44,7 +44,7 @@ class ZeroReplica(Replica):
         """Starts the engine; raises StrategyError if it does not run with the requested settings."""
         self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
         self.unwrapped, self.optimizer = model, optimizer
-        self.gradients = Gradients(model, self.world.global_ranks)
+        self.gradients = Gradients(model, self.world.global_ranks, hints=EVERY_PASS)
         self._updated = False  # True after the first step of this process
         fp16 = self.train.precision == "fp16"
         self.precision = (
@@ -64,8 +64,13 @@ class ZeroReplica(Replica):
         keys = keys_of(optimizer, torch.device("cpu") if strategy.offload_optimizer != "none" else self.world.device)
         self._watch()
         self.engine = self.module = self._start(keys)
-        self.weights = ZeroWeights(self.engine, model, keys.per_parameter)
+        self.weights = ZeroWeights(self.engine, model, keys.per_parameter, strategy.partial)
         self.weights.compare()
+        if strategy.stage == 3:
+            whole = (
+                self.train.compile != "off" and not self.train.compile_blocks
+            )  # then hooks of the model are compiled
+            strategy.partial.add(model, "the model", called=self.engine if whole else model)
 
     def _start(self, keys: Keys) -> Any:
         config = self.strategy.config(self.train, self.world.global_ranks.size)
@@ -206,7 +211,8 @@ class ZeroReplica(Replica):
         # DeepSpeed averages the gradients of ranks in the order of their arrival, even of different parameters. If a
         # micro-batch lacks a gradient, stage 3 adds that of an earlier step.
         if len(self._reached) != len(self.gradients.trained):
-            self.gradients.check_unused([p for p in self.gradients.trained if id(p) not in self._reached])
+            unused = [p for p in self.gradients.trained if id(p) not in self._reached]
+            self.gradients.check_unused(unused, " for the samples of a micro-batch")
         for parameter in self.gradients.frozen:
             if parameter.requires_grad:
                 self.gradients.check_thawed(parameter)
@@ -219,7 +225,7 @@ class ZeroReplica(Replica):
         Under stage 3 autocast keeps no copies of gathered weights. Until the first step, training passes are checked.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        with self._autocast():
+        with self._autocast(), self.strategy.partial.refused():
             if self._updated or not self.unwrapped.training:
                 yield
                 return

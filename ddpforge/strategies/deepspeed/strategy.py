@@ -33,6 +33,15 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
+_WHOLE = (  # how to read a whole weight
+    "compute the number in the forward of the module that has the parameter, and return it with the outputs",
+    'or set strategy.stage = 2, or strategy.use = "ddp"',
+)
+
+
+def _is_gathered(parameter: Any, in_backward: bool) -> bool:
+    """True if DeepSpeed holds the whole parameter now, and if `in_backward`, also later."""
+    return parameter.ds_status.name == "AVAILABLE" and (parameter.ds_persist or not in_backward)
 
 
 class DeepSpeed(Strategy):
@@ -172,7 +181,9 @@ class DeepSpeed(Strategy):
     def setup(self, train: TrainSection, world: World) -> World:
         """Imports DeepSpeed for the device, and opens the folder for offload to NVMe."""
         from ddpforge.strategies.deepspeed.zero import import_deepspeed
+        from ddpforge.strategies.parameter_guard import PartialWeights
 
+        self.partial = PartialWeights(_WHOLE, is_whole=_is_gathered)
         self.deepspeed = import_deepspeed(world.device)
         self.folder = Folder(self.nvme_path) if self.nvme_path is not None else None
         if self.folder:
@@ -207,4 +218,6 @@ class DeepSpeed(Strategy):
         if self.offload_parameters != "none":
             zero["offload_param"] = {"device": "cpu"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        return AuxiliaryWeights(start(self.deepspeed, module, None, config, self.world), module)
+        engine = start(self.deepspeed, module, None, config, self.world)
+        self.partial.add(module, f"the auxiliary {type(module).__name__}", called=module)
+        return AuxiliaryWeights(engine, module)

@@ -40,7 +40,7 @@ from ddpforge.local_world import local_world_size
 from ddpforge.strategies import named_state
 from ddpforge.strategies.deepspeed.nvme import SwapFiles
 from ddpforge.strategies.optimizer_probe import check_same_update
-from ddpforge.strategies.parameter_guard import ParameterGuard
+from ddpforge.strategies.parameter_guard import ParameterGuard, PartialWeights
 
 __all__ = [
     "TESTED",
@@ -229,11 +229,11 @@ class _Place(NamedTuple):
 class ZeroWeights(Weights):
     """fp32 weights that a ZeRO optimizer updates, and their state for checkpoints."""
 
-    def __init__(self, engine: Any, model: nn.Module, per_parameter: set[str]) -> None:
+    def __init__(self, engine: Any, model: nn.Module, per_parameter: set[str], partial: PartialWeights) -> None:
         self._zero, self._model, self._per_parameter = engine.optimizer, model, per_parameter
         self._stage: int = engine.zero_optimization_stage()
         self._files = SwapFiles(self._zero) if self._stage == 3 else None
-        self._compared = False
+        self._compared, self._partial = False, partial
 
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = {names[id(p)]: (part, place) for p, part, place in self._trained_parts()}
@@ -254,6 +254,10 @@ class ZeroWeights(Weights):
     def callback_guard(self) -> AbstractContextManager[Any]:
         """Raises an error within the block if a callback writes into parameters that DeepSpeed overwrites."""
         return self._guard.on()
+
+    def whole_guard(self) -> AbstractContextManager[Any]:
+        """Raises StrategyError for reads of weights that DeepSpeed has not gathered."""
+        return self._partial.refused()
 
     @torch.no_grad()
     def mark_changed(self) -> None:

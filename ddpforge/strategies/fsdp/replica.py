@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from ddpforge.interfaces import CanonicalState, Compute, Pass, SavedTensor, Tens
 from ddpforge.strategies import named_state
 from ddpforge.strategies.fsdp.shards import DTensorWeights, clip_local, local, reshard, shard_like
 from ddpforge.strategies.fsdp.wrap_units import GradientCoverage
+from ddpforge.strategies.gradients import EVERY_PASS
 from ddpforge.strategies.tensor.tensor_parallel import TensorParallelGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 
@@ -32,7 +33,8 @@ class FSDPReplica(TorchReplica):
     """Replica with this rank's shards of the model."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, DTensorWeights(model, strategy.layout.part))
+        weights = DTensorWeights(model, strategy.layout.part, strategy.partial)
+        super().__init__(strategy, model, optimizer, weights, unused_hints=EVERY_PASS)
         self._strategy, self._model = strategy, cast(FSDPModule, model)
         self._used = GradientCoverage(model)
         self._shared: TensorParallelGradients | None = None
@@ -76,13 +78,18 @@ class FSDPReplica(TorchReplica):
         with self._strategy.sharing.losses(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
             yield
 
-    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it."""
+    @contextmanager
+    def forward(self, *, last: bool = True) -> Iterator[None]:
+        """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it.
+
+        Raises StrategyError for code that reads weights where they are sharded.
+        """
         if self._strategy.no_sync:
             self._model.set_requires_gradient_sync(last)
         elif self._strategy.replicas > 1:
             self._model.set_requires_all_reduce(last)
-        return super().forward(last=last)
+        with super().forward(last=last), self._strategy.partial.refused():
+            yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` times `scale`; raises StrategyError if a trained parameter gets none."""
@@ -91,7 +98,8 @@ class FSDPReplica(TorchReplica):
             super().backward(loss, scale)
         trained, names = self.gradients.trained, self.gradients.names
         if not self._used.all_of(len(trained)):
-            self.gradients.check_unused([p for p in trained if names[id(p)] not in self._used])
+            unused = [p for p in trained if names[id(p)] not in self._used]
+            self.gradients.check_unused(unused, " for the samples of a micro-batch")
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:

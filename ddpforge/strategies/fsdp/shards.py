@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ddpforge import compat
 from ddpforge.interfaces import FlatRange, Ranks, ShardedWeights, TensorShard
 from ddpforge.strategies.optimizer_probe import check_same_update
+from ddpforge.strategies.parameter_guard import PartialWeights
 from ddpforge.strategies.tensor.split_spec import SplitSpec
 
 __all__ = [
@@ -68,12 +69,14 @@ class ShardLayout:
 
 
 class DTensorWeights(ShardedWeights):
-    """Weights that are DTensors."""
+    """Weights that are DTensors; `partial` refuses reads of their values."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard]) -> None:
+    def __init__(
+        self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard], partial: PartialWeights
+    ) -> None:
         # A forward pass without backward leaves gathered weights in the model, so this object keeps the shards.
         super().__init__(model, part_of)
-        self._model = model
+        self._model, self._partial = model, partial
 
     def mark_changed(self) -> None:
         """Drops weights that were gathered before the change."""
@@ -83,6 +86,10 @@ class DTensorWeights(ShardedWeights):
         """Drops gathered weights, so that callbacks read and write the shards."""
         reshard(self._model)
         return nullcontext()
+
+    def whole_guard(self) -> AbstractContextManager[Any]:
+        """Raises StrategyError for reads of sharded weights, which look like whole ones."""
+        return self._partial.refused()
 
 
 def reshard(model: nn.Module) -> None:

@@ -36,9 +36,16 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
     from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
     from ddpforge.strategies.fsdp.shards import ShardLayout
+    from ddpforge.strategies.parameter_guard import PartialWeights
     from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["FSDP"]
+
+_WHOLE = (  # how to read a whole weight
+    "call the module that has the parameter, or use it in the forward of its block",
+    "or name in train.blocks a class that contains both the parameter and the code that uses it",
+    'or set strategy.use = "ddp"',
+)
 
 
 class FSDP(Strategy):
@@ -62,6 +69,7 @@ class FSDP(Strategy):
         float8=True,
     )
     needs_process_group = True
+    partial: PartialWeights  # of the model and of auxiliary modules; set by `prepare`
 
     def __init__(
         self,
@@ -236,6 +244,7 @@ class FSDP(Strategy):
 
         self.places = self.grid.places(world)
         self.mesh = self.places.mesh
+        self._rounded: set[str] = set()  # weights that stay gathered after forward, in the dtype of train.precision
         limit_waiting(self.places.groups, train)
         if self.experts > 1:
             from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
@@ -281,7 +290,9 @@ class FSDP(Strategy):
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
         # The rest outside of blocks must be freed after forward: no backward pass frees it.
-        return DTensorWeights(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
+        self._shard_all(module, blocks, reshard_after_forward=True)
+        self.partial.add(module, f"the auxiliary {type(module).__name__.removeprefix('FSDP')}")
+        return DTensorWeights(module, self.layout.part, self.partial)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
@@ -331,11 +342,16 @@ class FSDP(Strategy):
         from ddpforge.strategies.fsdp.replica import FSDPReplica
         from ddpforge.strategies.fsdp.shards import try_on_shards
         from ddpforge.strategies.fsdp.wrap_units import check_sharded
+        from ddpforge.strategies.parameter_guard import PartialWeights
 
         for _, member in member_optimizers(optimizer):
             try_on_shards(member, self.mesh, self.world.device)
             self.sharing.try_out(member, self.world.device)
         check_sharded(model)
+        self.partial = PartialWeights(_WHOLE)
+        self.partial.add(model, "the model")
+        if self.train.compile == "off":  # else the hooks would break the graphs
+            self.partial.hide(model, {*self.layout.cuts, *self._rounded})
         if self.context > 1:
             return ContextReplica(ContextParallel(self.places.context), self, model, optimizer)
         if self.spread:
@@ -347,6 +363,9 @@ class FSDP(Strategy):
             _reject_norms(block)
         self._agree_on(block)
         self._cut(model, block)
+        if not self.reshard_after_forward and self._gather_dtype(block) is not None:
+            own = {id(parameter) for parameter in block.parameters()}
+            self._rounded |= {name for name, parameter in model.named_parameters() if id(parameter) in own}
         self._shard(block, self.mesh)
 
     def _shard(self, block: nn.Module, mesh: DeviceMesh) -> FSDPModule:

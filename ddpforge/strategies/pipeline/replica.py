@@ -36,7 +36,7 @@ from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.fsdp.shards import DTensorWeights, clip_local, local, reshard, rows_of, shard_like, shard_of
 from ddpforge.strategies.fsdp.wrap_units import GradientCoverage
-from ddpforge.strategies.parameter_guard import check_loss
+from ddpforge.strategies.parameter_guard import PartialWeights, check_loss
 from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import StageState, schedule_for
 from ddpforge.strategies.pipeline.segments import Segment, held_by
@@ -47,6 +47,7 @@ from ddpforge.strategies.torch_replica import TorchReplica
 __all__ = ["PipelineReplica"]
 
 _MOST = 8  # schedules to keep, each with memory for its received tensors
+_WHOLE = ("compute the number in the model's forward, and return it with the outputs", 'or set strategy.use = "ddp"')
 _MARKS = 8  # more heartbeats than a rank sends for a micro-batch and one of its parts
 
 
@@ -63,7 +64,10 @@ class PipelineReplica(TorchReplica):
     ) -> None:
         self._held, self._layout, self._group = held, held.layout, held.pipe
         self._data = strategy.world.dp_ranks
-        super().__init__(strategy, model, optimizer, _Weights(model, self.part, held.names))
+        self._partial = PartialWeights(_WHOLE)
+        self._partial.add(model, "the model")
+        self._partial.hide(model, dict(model.named_parameters()))  # shards stay gathered after the part's forward
+        super().__init__(strategy, model, optimizer, _Weights(model, self.part, self._partial, held.names))
         self._pipe = ProcessGroup(held.pipe, strategy.world.device)
         device = strategy.world.device
         self._parts = {
@@ -133,7 +137,7 @@ class PipelineReplica(TorchReplica):
         return super().autocast()
 
     def _micro(self, one: Pass) -> StageMicroBatch:
-        with self.forward():
+        with self.forward(), self._partial.refused():
             return call_signature(one, self._compute)
 
     def _run(self, micros: Sequence[StageMicroBatch], *, trains: bool) -> None:
@@ -192,7 +196,7 @@ class PipelineReplica(TorchReplica):
 
     def _finish(self, micro: StageMicroBatch) -> Tensor:
         """Calls the task to compute the loss; stores it and the task's outputs without their graph."""
-        with self.forward():
+        with self.forward(), self._partial.refused():
             loss, outputs = self._compute(StageOutput(micro.output), micro.one)
         loss = _local(loss)
         micro.output = None
@@ -371,8 +375,14 @@ class PipelineReplica(TorchReplica):
 class _Weights(DTensorWeights):
     """Weights of a rank's parts."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard], names: Collection[str]) -> None:
-        super().__init__(model, part_of)
+    def __init__(
+        self,
+        model: nn.Module,
+        part_of: Callable[[str, Tensor], TensorShard],
+        partial: PartialWeights,
+        names: Collection[str],
+    ) -> None:
+        super().__init__(model, part_of, partial)
         self._elsewhere = set(names) - dict(model.named_parameters()).keys()
 
     def remote_names(self) -> Collection[str]:

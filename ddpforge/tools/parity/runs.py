@@ -33,10 +33,10 @@ _LINES = 40  # of the output of a failed run
 
 
 class RunFailed(ForgeError):
-    """Failure of a run; `code` is the exit code for the whole comparison."""
+    """Failure of a run; `code` is the exit code for the whole comparison, and `reason` the error in one line."""
 
     def __init__(self, spec: Spec, code: int, said: str) -> None:
-        self.code = code
+        self.code, self.reason = code, _reason(said) or f"exit code {code}"
         if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # a request to stop is meant for the comparison
             self.code = int(ExitCode.INTERRUPTED)
             super().__init__(f"stopped during the run of `{spec.text}`; nothing was compared")
@@ -44,6 +44,13 @@ class RunFailed(ForgeError):
         lines = [f"    {line}" for line in said.rstrip().splitlines()[-_LINES:]]
         message = "\n".join([f"`{spec.text}` ended with exit code {code}; its last output:", *lines])
         super().__init__(message, hints=["--out DIR keeps the runs' folders and all of their output"])
+
+
+def _reason(said: str) -> str:
+    """Returns the first error in the output of a run, or else its last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.partition("error: ")[2] for line in lines if re.match(r"(\[rank \d+\] )?error: ", line)]
+    return next(iter(errors), lines[-1] if lines else "")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,12 @@ class Verdict:
     steps: int
     quantities: list[Quantity]
     averages: str = "gradients"
+    failed: RunFailed | None = None
+
+    @property
+    def same(self) -> bool:
+        """True if the run reached its end and does not drift."""
+        return self.failed is None and self.drift is None
 
     @property
     def drift(self) -> tuple[Quantity, Point] | None:
@@ -71,7 +84,8 @@ class Verdict:
             "ranks": self.spec.ranks,
             "run": self.name,
             "steps": self.steps,
-            "same": drift is None,
+            "same": self.same,
+            "failed": {"exit_code": self.failed.code, "reason": self.failed.reason} if self.failed else None,
             "drift": {"quantity": drift[0].name} | _point(drift[1]) if drift else None,
             "quantities": {
                 quantity.name: {
@@ -96,8 +110,13 @@ class ParityReport:
 
     @property
     def same(self) -> bool:
-        """True if no run drifts."""
-        return not any(verdict.drift for verdict in self.verdicts)
+        """True if all runs reached their end, and none drifts."""
+        return all(verdict.same for verdict in self.verdicts)
+
+    @property
+    def failed(self) -> list[RunFailed]:
+        """Returns the failures of runs."""
+        return [verdict.failed for verdict in self.verdicts if verdict.failed]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report for JSON; a number that is not finite becomes null."""
@@ -135,7 +154,7 @@ def parity(
     Raises:
         UsageError, RecipeError: the comparison is not possible; raised before a run starts, with every problem.
         SetupError: `out` cannot be written.
-        RunFailed: a run did not reach its end; the later ones are not started.
+        RunFailed: the reference did not reach its end, or the comparison was stopped; the later runs are not started.
     """
     runs = _plan(recipe, split(strategies), ranks=ranks, steps=steps, out=out, sets=sets)
     precision = runs[0].loaded.recipe.train.precision
@@ -143,12 +162,22 @@ def parity(
     _make_empty(out)
     variables = _variables(runs, say)
 
+    failed: dict[str, RunFailed] = {}
     for run in runs:
         say(f"{run.spec.text}: training {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
-        run.train(start=None if run is runs[0] else runs[0].start(), variables=variables)
+        try:
+            run.train(start=None if run is runs[0] else runs[0].start(), variables=variables)
+        except RunFailed as error:
+            if run is runs[0] or error.code == ExitCode.INTERRUPTED:
+                raise
+            say(f"{run.spec.text}: failed with exit code {error.code}")
+            failed[run.name] = error
     reference = runs[0].record()
     verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [], reference.averages)]
     for run in runs[1:]:
+        if run.name in failed:
+            verdicts.append(Verdict(run.spec, run.name, 0, [], failed=failed[run.name]))
+            continue
         record = run.record()
         verdicts.append(
             Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances), record.averages)

@@ -192,6 +192,7 @@ class _Trained:
         self._initial = load_file(folder / INITIAL)
         self._record = record
         self._batches: list[list[list[str]]] = []
+        self.other_size = ""
         self.rename: Mapping[str, str] = {}
         file = folder / "indices.json"
         file.write_text(json.dumps([one.indices for one in record.steps]))
@@ -208,6 +209,8 @@ class _Trained:
         if dealt.recipe.optimizer.updates:
             raise UsageError("the recipe has several updates ([optimizer.updates]); a script has one")
         length = len(dealt.data["train"]) if hasattr(dealt.data["train"], "__len__") else None
+        if not self._record.has_inputs:
+            self.other_size = _other_size(self._record.steps, dealt.recipe.train.global_batch, length)
         if self._record.samples not in (None, length):
             self.notes.append(
                 f"the script's dataset has {self._record.samples} samples, that of the recipe {length}: epochs differ"
@@ -327,7 +330,7 @@ def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, toler
         size = len(theirs.indices or ()) if summed else len(theirs.losses) if mean else 1
         loss = sum(theirs.losses) / size, mine.losses[0]
         difference = _relative(*loss)
-        parts = [*_batch(theirs, mine)]
+        parts = [*([trained.other_size] if trained.other_size and number == 1 else []), *_batch(theirs, mine)]
         if not difference <= tolerance:
             parts.append(f"loss: {loss[0]:.8g} in the script, {loss[1]:.8g} in the recipe")
         if _relative(theirs.lr, mine.lr) > _LR:
@@ -354,6 +357,17 @@ def _batch(script: ScriptStep, recipe: ScriptStep) -> Iterator[str]:
     theirs, mine = [set(map(tuple, one.batch)) for one in (script, recipe)]
     if not (theirs <= mine or mine <= theirs):
         yield "batch: the inputs of the models differ, although the samples have the same indices"
+
+
+def _other_size(steps: Sequence[ScriptStep], global_batch: int, samples: int | None) -> str:
+    """Describes steps of the script that never have the recipe's number of samples; "" if one has it.
+
+    The last step of an epoch may have fewer.
+    """
+    size = max(len(one.indices or ()) for one in steps)
+    if size == min(global_batch, samples or global_batch):
+        return ""
+    return f"batch: {size} samples per step in the script, train.global_batch = {global_batch} in the recipe"
 
 
 def _update(script: ScriptStep, recipe: ScriptStep, rename: Mapping[str, str]) -> Iterator[str]:

@@ -72,7 +72,7 @@ class LightningTask(Task):
             self.callback.before_training_step()
         logged: _Logged = {}
         returned = self._call(model, name, batch, logged)
-        size = samples_in(batch)
+        size = self.batch_samples or samples_in(batch)
         outputs = {one: (value, size if count is None else count) for one, (value, count) in logged.items()}
         if self.evaluates and not self.evaluation_loss:
             return None, outputs

@@ -14,11 +14,13 @@ import torch
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Horizon
 from ddpforge.testing.ranks import run_ddpforge
+from ddpforge.training.callbacks import may_end
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ddpforge_lightning.data import LightningData
+from ddpforge_lightning.hooks import ModuleHooks
 from ddpforge_lightning.module import checked, run_of
 from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
 from ddpforge_lightning.tasks import LightningTask, _recorder
@@ -373,6 +375,23 @@ def test_length_of_the_run_is_that_of_the_trainer() -> None:
     assert (module.trainer.max_steps, module.trainer.max_epochs, module.trainer.num_training_batches) == (25, 3, 10)
     assert (module.trainer.world_size, module.trainer.is_global_zero, module.global_rank) == (1, True, 0)
     module.print("rank 0 prints")
+
+
+def test_a_mean_is_multiplied_by_the_samples_and_not_by_the_first_value_of_a_batch() -> None:
+    class Shared(pl.LightningModule):
+        def training_step(self, batch: Any) -> Any:
+            self.log("own", batch[1].mean())
+            return batch[1].mean()
+
+    module, task = Shared(), LightningTask()
+    task._module, task.batch_samples = module, 4
+    loss, outputs = task.loss(module, (torch.zeros(9), torch.full((4,), 2.0)))
+    assert float(loss) == 8.0
+    assert outputs["own"] == (2.0, 4)
+
+
+def test_hooks_of_a_module_cost_no_collective_after_a_step() -> None:
+    assert may_end({"module": ModuleHooks("validation")}, "on_step") == []
 
 
 def test_logged_loss_of_an_evaluation_is_a_mean_also_if_training_declares_a_sum() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, ZLoss, cross_entropy
+from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, ZLoss, cross_entropy, described
 from ddpforge.builtin.tasks.language_modeling import of_sequences
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
@@ -103,16 +103,17 @@ class CausalLM(Task):
 
         The logits are None if the loss is computed in the output layer.
         """
+        targets = next_tokens(_labels(batch))
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.loss_in_model:
-            return self._output_of(model)(model, inputs, self._function(next_tokens(batch["labels"]))), None
+            return self._output_of(model)(model, inputs, self._function(targets)), None
         logits = model(**inputs, use_cache=False).logits
         # Of all positions: without the last one the logits would have to be copied.
-        return self._cross_entropy(logits, next_tokens(batch["labels"])), logits[:, :-1]
+        return self._cross_entropy(logits, targets), logits[:, :-1]
 
     def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over tokens, from the logits."""
-        return self._cross_entropy(outputs, batch["labels"][:, 1:])
+        return self._cross_entropy(outputs, _labels(batch)[:, 1:])
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(
@@ -131,20 +132,21 @@ class CausalLM(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""
+        targets = _labels(batch)[:, 1:]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits, targets = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
         flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return of_sequences(flat.view_as(targets), targets != IGNORED)
 
     def count(self, batch: Batch) -> Tensor:
         """Returns the number of labels that are not ignored."""
-        return (batch["labels"][:, 1:] != IGNORED).sum()
+        return (_labels(batch)[:, 1:] != IGNORED).sum()
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the metrics of the recipe, over counted tokens only."""
         if not self._metrics:
             return {}
-        targets = batch["labels"][:, 1:]
+        targets = _labels(batch)[:, 1:]
         counted = targets != IGNORED
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
@@ -171,6 +173,21 @@ class CausalLM(Task):
         check_document_mask(model, data)
         if self.loss_in_model:
             check_output_layer(model, self._option)
+
+
+def _labels(batch: Any) -> Tensor:
+    """Returns the labels [B, T] of a batch; raises UsageError if it has none."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        labels: Tensor = batch["labels"]
+        return labels
+    raise UsageError(
+        f"task causal_lm takes a batch {{input_ids, labels}}; the data gives {described(batch)}",
+        hints=[
+            'return dicts as samples, {"input_ids": tokens, "labels": tokens}, with -100 for labels that do not count',
+            'for pairs (tokens, next tokens) and a model that returns logits, set task.use = "language_modeling"',
+        ],
+        key="task.use",
+    )
 
 
 def check_attention(model: nn.Module, world: World) -> None:

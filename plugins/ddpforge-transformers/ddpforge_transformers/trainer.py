@@ -115,7 +115,7 @@ class TrainerLoss(ModelLoss):
                 key="data.train",
             )
         self._trainer.logged = {}
-        loss, outputs = self._computed(model, dict(batch))
+        loss, outputs = self._computed(model, dict(self._countable(batch) if self._counts_targets else batch))
         logged = {name: torch.as_tensor(value).detach() for name, value in self._trainer.logged.items()}
         loss = loss.float()
         return loss * self._size(batch) if self.reduction == "mean" else loss, (outputs, logged)

@@ -85,6 +85,20 @@ def test_an_exported_folder_loads_without_a_callback_in_the_recipe(
     assert model.generation_config.eos_token_id == [9, end]
 
 
+def test_the_weights_of_a_callback_are_exported_with_the_config(
+    folder: Path, ddpforge: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ddpforge("run", "chat.toml", "--set=train.length=2st", "--set=callbacks.ema={use='ema',decay=0.5}")
+    monkeypatch.chdir(folder)
+    cli("export", "chat", "--weights", "ema", "-o", "hf/")
+    ids = torch.arange(3, 19).view(2, 8)
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained("hf")(ids).logits
+        averaged, trained = (load("runs/chat", weights=kind).model()(ids).logits for kind in ("ema", "model"))
+    torch.testing.assert_close(found, averaged)
+    assert not torch.equal(averaged, trained)
+
+
 def test_adapters_are_not_written_as_a_model(
     folder: Path, ddpforge: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

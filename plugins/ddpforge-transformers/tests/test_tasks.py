@@ -113,6 +113,16 @@ def test_data_and_model_that_do_not_fit_are_refused(samples: Path, tokenizer: Pa
             task.check(model, data)
 
 
+@pytest.mark.parametrize("call", ["loss", "count", "predict"])
+def test_a_batch_without_labels_by_name_is_refused_with_its_form(call: str) -> None:
+    model, pair = causal_lm(model_type="llama", options=TINY["llama"]), [torch.zeros(2, 8).long()] * 2
+    given = (pair,) if call == "count" else (model, pair)
+    with pytest.raises(
+        UsageError, match=r"takes a batch \{input_ids, labels\}; the data gives a list \(int64 \[2, 8\]"
+    ):
+        getattr(CausalLM(), call)(*given)
+
+
 def test_flex_attention_is_refused_on_a_cpu() -> None:
     model = causal_lm(model_type="llama", options=TINY["llama"], attention="flex_attention")
     world: Any = SimpleNamespace(device=torch.device("cpu"))

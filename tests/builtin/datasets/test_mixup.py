@@ -1,12 +1,14 @@
 """Dataset `mixup`: mixup and CutMix with soft targets, the same for any batches and ranks."""
 
+import pickle
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddpforge.builtin.datasets.views import Mixed
+from ddpforge.builtin.datasets.views import Mixed, Part, TwoViews
 from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.tasks.classification import Classification
@@ -138,3 +140,48 @@ def test_rows_that_are_no_probabilities_are_refused() -> None:
         Classification().count((torch.zeros(2, 4), PROBABILITIES + torch.tensor([[0.3], [0.0]])))
     with pytest.raises(UsageError, match="so no class can be ignored"):
         Classification(ignore_index=0).count((torch.zeros(2, 4), PROBABILITIES))
+
+
+class Described(Images):
+    """Images with attributes and methods of the user's own."""
+
+    random = False
+    labels = torch.arange(len(Images()))
+    owner = "us"
+
+    def lengths(self) -> list[int]:
+        return [3 * index for index in range(len(self))]
+
+    def collate(self, samples: list[Any]) -> Any:
+        raise AssertionError("mixed samples have another form")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def double(self, number: int) -> list[int]:
+        return [number] * len(self)
+
+
+@pytest.mark.parametrize("derived", [lambda of: Mixed(of=of, classes=3), lambda of: TwoViews(of=of)])
+def test_derived_datasets_have_the_attributes_and_methods_of_their_dataset(derived: Any) -> None:
+    whole = Described()
+    data = pickle.loads(pickle.dumps(derived(whole)))
+    assert data.lengths() == whole.lengths()
+    assert torch.equal(data.labels, whole.labels)
+    assert data.owner == "us"
+    data.set_epoch(4)
+    assert data.data.epoch == 4
+    assert data.random  # the dataset draws no numbers, but mixing and views do
+    assert not hasattr(data, "collate")
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = data.nothing
+
+
+def test_attributes_and_methods_of_a_part_have_its_samples() -> None:
+    whole = Described()
+    part = pickle.loads(pickle.dumps(Part(of=whole, share="50%")))
+    assert part.lengths() == [whole.lengths()[place] for place in part.places]
+    assert torch.equal(part.labels, whole.labels[part.places])
+    assert part.double(2) == [2] * len(whole)  # with arguments it may be of anything
+    assert pickle.loads(pickle.dumps(part.lengths))() == part.lengths()
+    assert part.owner == "us"

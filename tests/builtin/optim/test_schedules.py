@@ -239,6 +239,8 @@ def test_schedules_without_an_end_need_no_total() -> None:
         (lambda: inverse_sqrt(run()), "timescale: write `timescale` or `warmup`"),
         (lambda: exponential(run(), gamma=0.5, period=st(0)), "period: 0st is less than a step"),
         (lambda: onecycle(run(None)), "needs the run's length in steps"),
+        (lambda: onecycle(run(10), rise=0.1), "rise = 0.1 of 10 steps is one step, in which nothing can rise"),
+        (lambda: onecycle_momentum(run(2), rise=0.5), "rise = 0.5 of 2 steps is one step"),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
         (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but it must be step 1 or later"),
         (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but it must be step 2 or later"),

@@ -44,6 +44,73 @@ def test_the_loss_is_summed_over_samples(function: Callable[..., Tensor]) -> Non
     torch.testing.assert_close(build(function).loss(model(), BATCH)[0], expected)
 
 
+def _numbers(*shape: int) -> Tensor:
+    return torch.randn(8, *shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def _classes(*shape: int) -> Tensor:
+    return torch.randint(5, (8, *shape), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs", "targets"),
+    [
+        (F.mse_loss, _numbers(3), _numbers(3) * 2),
+        (F.l1_loss, _numbers(3, 2), _numbers(3, 2) * 2),
+        (F.smooth_l1_loss, _numbers(), _numbers() * 2),
+        (F.huber_loss, _numbers(3), _numbers(3) * 2),
+        (F.binary_cross_entropy_with_logits, _numbers(3), _numbers(3).sigmoid()),
+        (F.poisson_nll_loss, _numbers(3), _numbers(3).exp()),
+        (F.multilabel_soft_margin_loss, _numbers(3), _numbers(3).sign().relu()),
+        (F.cross_entropy, _numbers(5), _classes()),
+        (F.cross_entropy, _numbers(5), _numbers(5).softmax(1)),
+        (F.cross_entropy, _numbers(5, 7), _classes(7)),
+        (F.cross_entropy, _numbers(5, 4, 4), _classes(4, 4).masked_fill(_numbers(4, 4) < 0, -100)),
+        (F.nll_loss, _numbers(5).log_softmax(1), _classes().masked_fill(_classes() == 2, -100)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(list(value.shape)),
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_functions_of_torch_have_their_own_mean_in_parts_of_any_size(
+    function: Callable[..., Tensor], outputs: Tensor, targets: Tensor
+) -> None:
+    task, total, items = build(function), torch.zeros(()), torch.tensor(0)
+    for part in (slice(0, 2), slice(2, 3), slice(3, 8)):
+        batch = outputs[part], targets[part]
+        total = total + task.loss(nn.Identity(), batch)[0]
+        counted = task.count(batch)
+        items = items + (len(batch[0]) if counted is None else counted)
+    torch.testing.assert_close(total / items, function(outputs, targets))
+
+
+def test_a_sum_over_one_value_of_each_sample_stays_the_same_number() -> None:
+    outputs, targets = model()(INPUTS), BATCH[1]
+    assert build(F.cross_entropy).loss(model(), BATCH)[0] == F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def test_a_function_that_only_adds_up_is_divided_by_samples() -> None:
+    def own(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="mean" if reduction == "mean" else "sum")
+
+    assert build(own).loss(model(), BATCH)[0] == F.cross_entropy(model()(INPUTS), BATCH[1], reduction="sum")
+
+
+def test_a_mean_counts_the_samples_of_the_batch_and_not_its_targets() -> None:
+    """Targets of a sample may be several rows."""
+    task = build(lambda outputs, targets: outputs.mean())
+    task.batch_samples = 4
+    assert task.loss(nn.Identity(), (torch.ones(4, 2), torch.ones(12)))[0] == 4.0
+
+
+@pytest.mark.parametrize("function", [mean, each, F.cross_entropy])
+def test_the_loss_of_some_samples_is_the_sum_over_these(function: Callable[..., Tensor]) -> None:
+    """Measures losses of sources: the task knows the size of the whole batch then."""
+    task, outputs = build(function), model()(INPUTS)
+    task.batch_samples = 8
+    some = task.loss_from_outputs(outputs[:3], (INPUTS[:3], BATCH[1][:3]))
+    torch.testing.assert_close(some, F.cross_entropy(outputs[:3], BATCH[1][:3], reduction="sum"))
+
+
 def test_options_are_those_of_the_function(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(
         "def focal(outputs, targets, *, gamma: float = 2.0):\n    return outputs.sum() * gamma\n"

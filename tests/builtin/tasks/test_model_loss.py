@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from support.launched import Ranks
 from support.stages import staged
+from support.trained import trained
 from torch import Tensor, nn
 
+from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.tasks.model_loss import ModelLoss, samples_in
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.errors import RecipeError, UsageError
@@ -57,6 +59,73 @@ def test_the_loss_is_found_in_every_form(form: Callable[[Tensor, Tensor], Any]) 
         return
     for batch in ((IMAGES, CLASSES), {"images": IMAGES, "labels": CLASSES}):
         torch.testing.assert_close(task.loss(model, batch)[0], expected(model))
+
+
+class MaskedMean(nn.Module):
+    """Linear classifier that returns the mean over its counted targets, by a sum and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        counted = labels != -100
+        losses = F.cross_entropy(self.layer(images), labels.clamp(min=0), reduction="none")
+        return (losses * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("model", [MaskedMean, lambda: Returns(lambda logits, loss: {"loss": loss})])
+@pytest.mark.parametrize("named", [True, False], ids=["dict", "tuple"])
+def test_a_batch_without_counted_targets_adds_no_loss_and_no_gradient(
+    model: Callable[[], nn.Module], named: bool
+) -> None:
+    task, net = ModelLoss(over="targets"), model()
+    for labels, expected in ((torch.full((8,), -100), 0.0), (CLASSES.masked_fill(CLASSES > 0, -100), 1.0)):
+        batch: Any = {"images": IMAGES, "labels": labels} if named else (IMAGES, labels)
+        net.zero_grad()
+        loss, outputs = task.loss(net, batch)
+        assert loss is not None
+        loss.backward()
+        plain = F.cross_entropy(net.layer(IMAGES), labels, reduction="sum")  # type: ignore[operator]
+        torch.testing.assert_close(loss, plain if expected else torch.zeros(()))
+        assert bool(net.layer.weight.grad.abs().sum() > 0) == bool(expected)  # type: ignore[union-attr]
+        assert net.layer.weight.grad.isfinite().all()  # type: ignore[union-attr]
+        assert task.metrics(outputs, batch) == {}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda logits, loss: loss, lambda logits, loss: {"box": loss, "mask": loss}],
+    ids=["number", "dict"],
+)
+def test_a_model_may_return_only_losses_in_training_and_only_outputs_in_evaluations(form: Any) -> None:
+    task = ModelLoss(evaluation_loss=False, metrics=[Accuracy()])
+    model = Returns(form)
+    _, outputs = task.loss(model, (IMAGES, CLASSES))
+    assert "accuracy" not in task.metrics(outputs, (IMAGES, CLASSES))
+    model.form = lambda logits, loss: logits
+    loss, outputs = task.loss(model.eval(), (IMAGES, CLASSES))
+    assert loss is None
+    assert list(task.metrics(outputs, (IMAGES, CLASSES))) == ["accuracy"]
+    model.form = form
+    _, outputs = task.loss(model, (IMAGES, CLASSES))
+    with pytest.raises(UsageError, match="returns no output for metrics"):
+        task.metrics(outputs, (IMAGES, CLASSES))
+
+
+@pytest.mark.parametrize("samples", [None, 8])
+def test_a_mean_is_multiplied_by_the_samples_and_not_by_the_first_value_of_a_batch(samples: int | None) -> None:
+    """Passes a first value that all samples share, as positions are."""
+
+    class Shared(Returns):
+        def forward(self, positions: Tensor, images: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(images, labels)
+
+    task, model = ModelLoss(), Shared(lambda logits, loss: loss)
+    task.batch_samples = samples
+    loss, _ = task.loss(model, (torch.zeros(24), IMAGES, CLASSES))
+    torch.testing.assert_close(loss, expected(model) * (1 if samples else 3))
 
 
 def test_models_of_transformers_return_the_loss_over_targets() -> None:
@@ -284,3 +353,57 @@ def test_none_as_a_loss_needs_the_declaration() -> None:
 def last_loss(run: Path) -> float:
     loss: float = json.loads((run / "status.json").read_text())["metrics"]["eval/loss"]
     return loss
+
+
+SHARED_FIRST = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+class Shared:
+    '''Batches begin with nine positions, which all samples share.'''
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 16), torch.tensor([float(index % 3)])
+
+    def collate(self, samples):
+        return torch.arange(9), torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, positions, x, y):
+        return mse_loss(self.layer(x), y)
+"""
+SHARED_RECIPE = """
+recipe = 2
+name = "{name}"
+model = {{ use = "./own.py:Net" }}
+data.train = {{ use = "./own.py:Shared" }}
+data.eval = {{ use = "./own.py:Shared" }}
+task = {{ use = "model_loss" }}
+optimizer = {{ use = "sgd", lr = 0.1 }}
+strategy = {{ use = "{strategy}" }}
+train = {{ length = "2st", global_batch = 8, micro_batch = {micro}, eval_every = "2st", device = "cpu" }}
+track = {{ every = "1st" }}
+"""
+
+
+def test_the_loss_does_not_depend_on_micro_batches_if_the_first_value_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SHARED_FIRST)
+
+    def losses(strategy: str, micro: int, ranks: int) -> list[float]:
+        text = SHARED_RECIPE.format(name=f"{strategy}-{micro}", strategy=strategy, micro=micro)
+        result = trained(tmp_path, text, ranks)[0]
+        return [*result.column(), *result.column("eval/loss")]
+
+    whole = losses("single", 8, 1)
+    assert losses("single", 1, 1) == pytest.approx(whole, rel=1e-5)
+    assert losses("fsdp", 2, 2) == pytest.approx(whole, rel=1e-5)

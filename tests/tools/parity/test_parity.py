@@ -357,13 +357,27 @@ def test_the_folders_of_the_runs_are_kept(compared: Compare, folder: Path) -> No
     assert "seed = 5" in (folder / "out/1-ddp/recipe.resolved.toml").read_text()
 
 
-def test_failed_run_ends_parity_with_its_message_and_exit_code(compared: Compare, folder: Path) -> None:
+def test_a_failed_run_is_a_row_with_its_error_and_the_others_are_compared(compared: Compare, folder: Path) -> None:
+    report = compared("ddp@1", "./wrong_strategies.py:GivesUp@1", "ddp@1", steps=1)
+    reference, failed, equal = report.verdicts
+    assert (reference.same, failed.same, equal.same, report.same) == (True, False, True, False)
+    assert [error.code for error in report.failed] == [ExitCode.ENVIRONMENT]
+    assert report.failed[0].reason == "this machine has no flux capacitor"
+    assert "`./wrong_strategies.py:GivesUp@1` ended with exit code 3" in report.failed[0].message
+    assert "    error: this machine has no flux capacitor" in report.failed[0].message
+    assert [run["failed"] for run in report.as_dict()["runs"]] == [
+        None,
+        {"exit_code": 3, "reason": "this machine has no flux capacitor"},
+        None,
+    ]
+    assert equal.steps == 1
+
+
+def test_a_failed_reference_ends_parity(compared: Compare, folder: Path) -> None:
     with pytest.raises(RunFailed) as caught:
-        compared("ddp", "./wrong_strategies.py:GivesUp", "ddp@1", steps=1)
+        compared("./wrong_strategies.py:GivesUp@1", "ddp@1", steps=1)
     assert caught.value.code == ExitCode.ENVIRONMENT
-    assert "`./wrong_strategies.py:GivesUp` ended with exit code 3" in caught.value.message
-    assert "    error: this machine has no flux capacitor" in caught.value.message
-    assert not (folder / "out/3-ddp-1").exists()
+    assert not (folder / "out/2-ddp-1").exists()
 
 
 @pytest.mark.parametrize(

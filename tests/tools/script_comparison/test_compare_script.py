@@ -240,6 +240,14 @@ def test_a_difference_is_found_at_its_step(compare: Compare, change: str, step: 
     assert found["parted_in"][0].startswith(part)
 
 
+@pytest.mark.parametrize("size", [6, 16])
+def test_steps_of_another_number_of_samples_are_a_difference(compare: Compare, size: int) -> None:
+    _, found = compare(LOOP, "--steps", "2", "-s", f"train.global_batch={size}", code=1)
+    assert found["parted_in"][0] == (
+        f"batch: 8 samples per step in the script, train.global_batch = {size} in the recipe"
+    )
+
+
 def test_the_update_before_a_different_loss_names_the_parameter(compare: Compare) -> None:
     _, found = compare(LOOP, "--steps", "3", "-s", "optimizer.weight_decay=0.5", code=1)
     assert found["steps"][0]["parts"] == []
