@@ -17,6 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from ddpforge_transformers.rows import check_characters
+
 __all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
 
 ddpforge_plugin_api = 3
@@ -347,8 +349,9 @@ def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+        check_characters(row, f"{file}, line {number}")
         for key, kind in wanted.items():
             if not isinstance(row, dict) or type(row.get(key)) is not kind:
                 raise ValueError(f'{file}, line {number} needs "{key}", of type {kind.__name__}')

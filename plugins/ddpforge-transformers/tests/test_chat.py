@@ -110,9 +110,9 @@ def test_the_chosen_turns_are_learnt_with_the_token_that_ends_them(chats: Build,
     assert learnt(chats(weighted, template=file)) == "a dog<|im_end|>"
 
 
-def test_other_roles_are_learnt_with_their_names(chats: Build) -> None:
+def test_of_other_roles_the_text_and_its_end_token_are_learnt_without_the_header(chats: Build) -> None:
     data = chats({"messages": CHAT[:3]}, train_on=["user", "assistant"])
-    assert learnt(data) == "<|im_start|>user\nWhat does the cat see?<|im_end|>|a dog<|im_end|>"
+    assert learnt(data) == "What does the cat see?<|im_end|>|a dog<|im_end|>"
 
 
 def test_tool_calls_are_learnt_and_tools_reach_the_template(chats: Build, tmp_path: Path) -> None:
@@ -132,13 +132,13 @@ REASONS = (  # as Qwen3: only the last answer is printed with its reasoning
 )
 
 
-def test_a_template_that_prints_an_answer_in_two_ways_is_refused_except_for_the_last(
+def test_answers_are_found_in_a_template_that_prints_the_last_one_in_another_way(
     chats: Build, tmp_path: Path
 ) -> None:
     file = tmp_path / "reasons.jinja"
     file.write_text(REASONS)
-    with pytest.raises(ValueError, match=r"line 1: the chat template of .* prints message 2 in another way"):
-        chats({"messages": CHAT}, template=file)
+    data = chats({"messages": CHAT}, template=file)
+    assert learnt(data) == "a dog<|im_end|>|<think>\n\n</think>\n\nthe old cat<|im_end|>"
     data = chats({"messages": CHAT}, template=file, last_turn_only=True)
     assert learnt(data) == "<think>\n\n</think>\n\nthe old cat<|im_end|>"
 
@@ -151,7 +151,7 @@ def test_a_template_that_prints_an_answer_in_two_ways_is_refused_except_for_the_
         (("assistant\n{% endif %}", "assistant:{% endif %}"), "after its prompt for an answer"),
         (("<|im_start|>", "{{ raise_exception('no thanks') }}"), "refuses the messages: no thanks"),
         (("{{ message.role }}", "{{ message.role + 1 }}"), "refuses the messages"),
-        (("{% endfor %}", ""), "refuses the messages"),
+        (("{% endfor %}", ""), "`template`, line .* is not valid Jinja: Unexpected end of template"),
     ],
 )
 def test_a_template_in_which_spans_cannot_be_found_is_refused_by_name(
