@@ -69,7 +69,7 @@ class ChatData(Tokenized):
         *,
         path: Annotated[
             Path,
-            Field(description="A file (.jsonl, .json, .parquet), a folder of such files, or a dataset of Hugging Face."),
+            Field(description="A file (.jsonl, .json, .parquet), a folder of them, or a dataset of Hugging Face."),
         ],
         tokenizer: TokenizerName,
         template: Annotated[
@@ -111,7 +111,8 @@ class ChatData(Tokenized):
             raise ValueError(f"train_on names a role twice: {', '.join(train_on)}")
         if text is not None:  # exports and `ddpforge generate --chat` use it, too
             self.tokenizer.chat_template = text
-        self._render = ChatRenderer(self.tokenizer, text, tuple(train_on), last_turn_only, template_options, plain_content)
+        how = tuple(train_on), last_turn_only, template_options, plain_content
+        self._render = ChatRenderer(self.tokenizer, text, *how)
         self._form, self._truncation, self._on_invalid = form, truncation, on_invalid
         self._notes: dict[str, str] = {}  # an example of each outcome
         self._warn_of_dates(text)
@@ -252,16 +253,17 @@ class ChatData(Tokenized):
                 f" {', '.join(self._render.train_on)}"
             )
         side = "end" if self._truncation == "right" else "begin"
-        plain = self._render.plain_content
-        for outcome, what in {
+        acts = "act as such; plain_content = true encodes them as plain text"
+        outcomes: dict[str, str] = {
             "invalid": "were left out, because they are invalid: {}",
             "cut": f"were cut at the {side}, to max_length = {self.max_length}",
             "long": f"were left out: they are longer than max_length = {self.max_length}",
             "empty": "were left out: none of their tokens is learnt",
             **{kind: f"have {name} that the chat template does not print ({{}})" for kind, name in _LOST.items()},
             "control": "have control tokens in their content ({}), which "
-            + ("are encoded as plain text" if plain else "act as such; plain_content = true encodes them as plain text"),
-        }.items():
+            + ("are encoded as plain text" if self._render.plain_content else acts),
+        }
+        for outcome, what in outcomes.items():
             if counts[outcome]:
                 log.warning("%s: %d of %d chats %s", path, counts[outcome], chats, what.format(self._note(outcome)))
 

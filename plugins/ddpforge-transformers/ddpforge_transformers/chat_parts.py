@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 from ddpforge_transformers.chat_forms import Message
 
-__all__ = ["Kind", "Part", "Stamped", "as_arguments", "places", "printed_as", "stamped", "unstamped"]
+__all__ = [
+    "Kind",
+    "Part",
+    "Stamped",
+    "as_arguments",
+    "places",
+    "printed_as",
+    "stamped",
+    "unstamped",
+    "with_same_arguments",
+]
 
 Kind = Literal["content", "tool_calls", "tools", "reasoning", "role"]
 Span = tuple[int, int]
@@ -142,12 +152,14 @@ def as_arguments(messages: Sequence[Message], form: Literal["object", "text"] | 
     """
     if form is None:
         return list(messages)
-    return [
-        {**one, "tool_calls": [_with_arguments(call, form, f"messages[{n}].tool_calls[{k}]") for k, call in enumerate(one["tool_calls"])]}
-        if one.get("tool_calls")
-        else one
-        for n, one in enumerate(messages)
-    ]
+    found = []
+    for number, one in enumerate(messages):
+        calls = [
+            _with_arguments(call, form, f"messages[{number}].tool_calls[{place}]")
+            for place, call in enumerate(one.get("tool_calls") or ())
+        ]
+        found.append({**one, "tool_calls": calls} if calls else one)
+    return found
 
 
 def _with_arguments(call: Any, form: str, name: str) -> Any:
@@ -166,3 +178,19 @@ def _with_arguments(call: Any, form: str, name: str) -> Any:
             raise ValueError(f"{name}: the arguments are the JSON text of {type(value).__name__}: expected an object")
     changed = {**inner, "arguments": value}
     return {**call, "function": changed} if inner is not call else changed
+
+
+def with_same_arguments(message: Message, arguments: Any) -> Message:
+    """Returns a message whose calls have these arguments."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        inner = call.get("function") if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
+        if not isinstance(inner, dict):
+            calls.append(call)
+        elif inner is call:
+            calls.append({**call, "arguments": arguments})
+        else:
+            calls.append({**call, "function": {**inner, "arguments": arguments}})
+    return {**message, "tool_calls": calls}

@@ -43,7 +43,7 @@ class ChatTemplate:
             tree = environment.parse(text)
             self.variables = frozenset(meta.find_undeclared_variables(tree)) - {*_GIVEN, *environment.globals}
             self.has_marks = next(tree.find_all(nodes.CallBlock), None) is not None and "generation" in text
-            _count(tree)
+            _count(tree, environment)
             code = environment.compile(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} is not valid Jinja: {error.message}") from error
@@ -217,7 +217,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         found = super().call_binop(context, operator, left, right)
         return self.built(found) if operator == "*" and isinstance(found, list | tuple) else found
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function or a method of a value, if its arguments are of a size that chats have."""
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, _Sandbox | _Marks):
@@ -270,9 +270,8 @@ def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Raises ValueError for a number that would be a huge width, and for a format with one."""
     for one in (*args, *kwargs.values()):
         for number in one if isinstance(one, tuple) else (one,):
-            if isinstance(number, int) and abs(number) > _MOST_NUMBER and not isinstance(owner, list | dict | tuple):
-                if isinstance(owner, str):
-                    raise ValueError(f"it makes a text by the number {number}")
+            if isinstance(number, int) and abs(number) > _MOST_NUMBER and isinstance(owner, str):
+                raise ValueError(f"it makes a text by the number {number}")
     for text in (owner, *args) if isinstance(owner, str) and args else ():
         if isinstance(text, str) and len(text) < 10_000 and _WIDTH.search(text) and ("%" in text or "{" in text):
             raise ValueError("it formats a text with a width of more than 6 digits")
@@ -302,15 +301,16 @@ def _json(
 
 
 # ---------------------------------------------------------------------------------------------- counting
-def _count(tree: nodes.Template) -> None:
+def _count(tree: nodes.Template, environment: jinja2.Environment) -> None:
     """Inserts calls that count: each pass of a loop, each call of a macro, each printed value and joined text."""
-    for one in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+    loops: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+    for one in loops:
         text = sum(len(data.data) for data in _own_text(one.body))
         one.body.insert(0, nodes.ExprStmt(_call("step", nodes.Const(text))).set_lineno(one.lineno))
         if isinstance(one, nodes.For) and one.test is not None:
             one.test = nodes.And(_call("step"), one.test).set_lineno(one.lineno)
     _replace(tree)
-    tree.set_environment(tree.environment)
+    tree.set_environment(environment)
 
 
 def _own_text(body: Sequence[nodes.Node]) -> Iterator[nodes.TemplateData]:
@@ -322,7 +322,7 @@ def _own_text(body: Sequence[nodes.Node]) -> Iterator[nodes.TemplateData]:
             yield from _own_text(list(one.iter_child_nodes()))
 
 
-def _replace(node: nodes.Node) -> None:
+def _replace(node: Any) -> None:
     """Counts printed values, and makes `a ~ b` a call."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
@@ -334,9 +334,10 @@ def _replace(node: nodes.Node) -> None:
                     _replace(one)
             value[:] = [_counted(one) for one in value]
     if isinstance(node, nodes.Output):
-        node.nodes = [
+        output: Any = node
+        output.nodes = [
             one if isinstance(one, nodes.TemplateData) else _call("printed", one).set_lineno(node.lineno)
-            for one in node.nodes
+            for one in output.nodes
         ]
 
 

@@ -21,7 +21,7 @@ OnInvalid = Annotated[
 ]
 Split = Annotated[
     str | None,
-    Field(description='Split of a dataset of Hugging Face, e.g. "train[:90%]"; `path` is its name on the hub or folder.'),
+    Field(description='Split of a dataset of Hugging Face, e.g. "train[:90%]"; `path` is its name or folder.'),
 ]
 _HALF = re.compile("[\ud800-\udfff]")
 _SHOWN = 8  # reasons

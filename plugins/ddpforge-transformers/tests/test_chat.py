@@ -132,9 +132,7 @@ REASONS = (  # as Qwen3: only the last answer is printed with its reasoning
 )
 
 
-def test_answers_are_found_in_a_template_that_prints_the_last_one_in_another_way(
-    chats: Build, tmp_path: Path
-) -> None:
+def test_answers_are_found_in_a_template_that_prints_the_last_one_in_another_way(chats: Build, tmp_path: Path) -> None:
     file = tmp_path / "reasons.jinja"
     file.write_text(REASONS)
     data = chats({"messages": CHAT}, template=file)
