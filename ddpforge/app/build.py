@@ -75,10 +75,11 @@ WEIGHTS = 0x1217  # mixed into the seed of the initial weights, so that no other
 
 
 # ---------------------------------------------------------------------------------------------- data and model
-def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
+def build(chosen: Chosen, problems: Problems, *, meta: bool = False, with_model: bool = True) -> Built:
     """Builds data, model and schedules, the same on every rank.
 
     `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
+    `with_model`: False builds only the data, e.g. to look at it; the model is then MISSING.
     """
     recipe, registry = chosen.recipe, chosen.registry
     components = source_components(recipe) if chosen.trains else {}
@@ -101,22 +102,23 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     model = size = MISSING
     auxiliary: Mapping[str, AuxiliaryModule] = MISSING
-    with problems.at("model"):
-        candidate = _on_meta(chosen) if meta else _model(chosen)
-        if _is_usable(candidate, problems, "model"):
-            make_dense(candidate)
-            with problems.at("train", "freeze"), recipe_faults():
-                freeze(candidate, recipe.train.freeze)
-            with problems.at("train", "frozen_dtype"), recipe_faults():
-                cast_weights(candidate, recipe.train.frozen_dtype)
-            model, size = candidate, count_parameters(candidate)
-    with problems.at("task"):
-        found = declared(chosen.task, model)
-        usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
-        if all(usable):
-            for one in found.values():
-                make_dense(one.module)
-            auxiliary = found
+    if with_model:
+        with problems.at("model"):
+            candidate = _on_meta(chosen) if meta else _model(chosen)
+            if _is_usable(candidate, problems, "model"):
+                make_dense(candidate)
+                with problems.at("train", "freeze"), recipe_faults():
+                    freeze(candidate, recipe.train.freeze)
+                with problems.at("train", "frozen_dtype"), recipe_faults():
+                    cast_weights(candidate, recipe.train.frozen_dtype)
+                model, size = candidate, count_parameters(candidate)
+        with problems.at("task"):
+            found = declared(chosen.task, model)
+            usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
+            if all(usable):
+                for one in found.values():
+                    make_dense(one.module)
+                auxiliary = found
     return Built.of(
         chosen,
         data=data,

@@ -218,8 +218,10 @@ class RenderedChat:
             inside = "".join(self.text[start:end] for start, end in own) if own is not None else self.text
             if own is not None and part.kind == "reasoning":
                 inside = self.text  # the prompt for an answer may begin it
-            elif own is not None and part.key.startswith("tool_calls"):
-                inside = inside or ""
+            elif own is not None and self.places is not None and stamp not in missing:
+                if any(a <= start and end <= b for start, end in self.places[stamp] for a, b in own):
+                    continue
+                inside = ""
             if stamp not in missing and _is_in(part.value, inside):
                 continue
             what = f"the {part.key} of message {part.message}" if part.message is not None else f"{part.key}"
@@ -238,7 +240,7 @@ class RenderedChat:
                 lost.setdefault("role", f"the role {message['role']} of message {number}")
         for number, own in spans.items():
             if self.messages[number]["role"] == "assistant":
-                self._check_end(number, "".join(self.text[start:end] for start, end in own))
+                self._check_end(number, own)
         return lost
 
     def _fault(self, part: Part, what: str) -> str:
@@ -273,14 +275,16 @@ class RenderedChat:
 
         return bool(self.by.once(("role", role), find))
 
-    def _check_end(self, number: int, learnt: str) -> None:
+    def _check_end(self, number: int, own: Sequence[Span]) -> None:
         """Raises ValueError if the learnt text of an answer ends with its last part, without an end token."""
-        values = [part.value for part in self.stamps.parts.values() if part.message == number]
-        last = max(
-            (learnt.rfind(form) + len(form) for value in values for form in printed_as(value) if form in learnt),
-            default=0,
-        )
-        after, end = learnt[last:], self.by.end_token(self.tools)
+        learnt = "".join(self.text[start:end] for start, end in own)
+        if mine := [span for span in self._spans_of(number) if own and span[1] <= own[-1][1]]:
+            after = self.text[max(mine[-1][1], own[-1][0]) : own[-1][1]]
+        else:
+            values = [part.value for part in self.stamps.parts.values() if part.message == number]
+            forms = [form for value in values for form in printed_as(value) if form in learnt]
+            after = learnt[max((learnt.find(form) + len(form) for form in forms), default=0) :]
+        end = self.by.end_token(self.tools)
         if after.strip() and (end is None or first_of(after, self.by.special) is not None):
             return
         outside = " within its generation marks" if self.by.has_marks(self.tools) else ""

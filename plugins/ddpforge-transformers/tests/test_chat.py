@@ -208,6 +208,33 @@ def test_learnt_tokens_are_those_of_trl(words: Path, tmp_path: Path, family: str
     assert set(differs) <= {"\n"}
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["spans", "marks"])
+def test_last_turn_only_with_weight_0_learns_nothing_of_the_chat(chats: Build, tmp_path: Path, template: str) -> None:
+    (file := tmp_path / "template.jinja").write_text(template)
+    weighted = {"messages": [*CHAT[:4], CHAT[4] | {"weight": 0}]}
+    data = chats(TURN, weighted, template=file, last_turn_only=True)
+    assert [learnt(data, number) for number in range(len(data))] == ["a dog<|im_end|>"]
+
+
+def test_plain_texts_keep_the_tokens_that_the_tokenizer_adds(chats: Build, added: tuple[Path, str, str]) -> None:
+    folder, begin, _ = added
+    data = chats({"prompt": "the cat", "completion": " sees a dog"}, tokenizer=str(folder))
+    assert whole(data) == f"{begin}the cat sees a dog<|im_end|>"
+    assert learnt(data) == " sees a dog<|im_end|>"
+    assert whole(chats(TURN, tokenizer=str(folder))) == ASKED  # a template prints all of its tokens itself
+
+
+def test_a_chat_of_which_only_the_first_token_is_learnt_has_no_learnt_token(chats: Build) -> None:
+    with pytest.raises(ValueError, match=r"of its 1 chats is learnt; .* 1 have no learnt token within it"):
+        chats({"prompt": "", "completion": "a"}, max_length=1)
+
+
+def test_truncation_left_keeps_the_last_tokens(chats: Build) -> None:
+    uncut, cut = chats({"messages": CHAT}), chats({"messages": CHAT}, max_length=11, truncation="left")
+    for key in ("input_ids", "labels"):
+        assert cut[0][key].tolist() == uncut[0][key][-11:].tolist()
+
+
 # ---------------------------------------------------------------------------------------------- length, batches
 def test_long_chats_are_cut_left_out_or_refused_and_counted(chats: Build, caplog: pytest.LogCaptureFixture) -> None:
     lines = {"messages": CHAT}, TURN
