@@ -159,3 +159,12 @@ def test_adapters_are_an_option_of_every_model(build: Any, targets: list[str], t
     assert {name for name in trained if "lora_" not in name} == heads
     assert model.config.vocab_size == 32
     assert getattr(model, "repeated", None) == getattr(plain, "repeated", None)  # BERT lists no blocks in 5.0
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("llama", 7), ("gpt2", 4)])
+def test_all_linear_adapts_all_linear_layers_but_the_output_layer(model_type: str, layers: int) -> None:
+    pytest.importorskip("peft")
+    model = causal_lm(model_type=model_type, options=TINY[model_type], lora=Adapters(targets="all-linear"))
+    adapted = [name for name, _ in model.named_modules() if name.endswith("lora_A.default")]
+    assert len(adapted) == layers * model.config.num_hidden_layers
+    assert not [name for name in adapted if "lm_head" in name]
