@@ -412,3 +412,11 @@ def test_a_template_that_prints_the_date_is_a_warning(
         assert not caplog.records
         chats(TURN, template=file)
     assert "may print today's date" in caplog.text
+
+
+def test_the_recipe_of_the_guide_passes_check(tmp_path: Path, ddpforge: Callable[..., str]) -> None:
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "chat-data.md"
+    if not guide.is_file():
+        pytest.skip("the guide is only in the repository")
+    (tmp_path / "sft.toml").write_text(guide.read_text().partition("```toml\n")[2].partition("```")[0])
+    assert "sft.toml: ok" in ddpforge("check", "sft.toml")
