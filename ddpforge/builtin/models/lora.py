@@ -127,7 +127,7 @@ def _targets(base: nn.Module, targets: Literal["all-linear"] | Sequence[str]) ->
         return list(targets)
     layers = [name for name, module in base.named_modules() if _is_linear(module)]
     if targets == "all-linear":
-        body = getattr(base, "base_model_prefix", "")  # of transformers: beside it are output layers
+        body = getattr(base, "base_model_prefix", "")  # of transformers: outside of it are output layers
         inside = [name for name in layers if name.startswith(f"{body}.")] if body and hasattr(base, body) else layers
         get_output = getattr(base, "get_output_embeddings", None)
         output = get_output() if callable(get_output) else None

@@ -19,7 +19,17 @@ from torch import Tensor
 from ddpforge_transformers.chat_forms import Chat, Form, Plain, read_chats
 from ddpforge_transformers.chat_parts import Kind
 from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, template_of, tokens_of_text
-from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
+from ddpforge_transformers.data import (
+    IGNORED,
+    Length,
+    NewTokens,
+    Tokenized,
+    TokenizerName,
+    add_tokens,
+    load_tokenizer,
+    padded,
+    padding_of,
+)
 from ddpforge_transformers.rows import Invalid, OnInvalid, Split, is_dataset, read_rows
 
 __all__ = ["ChatData"]
@@ -54,8 +64,8 @@ class ChatData(Tokenized):
     labels of tokens that are not learnt are -100. A batch also has attention_mask, and is padded to its longest sample
     on the right. Chats without a learnt token are left out; their number is logged.
 
-    What a template does not print is never lost in silence: text, tool calls, tools, reasoning and roles of a learnt
-    message are errors, and those of other messages are counted in a warning.
+    If a template does not print the text, a tool call, the reasoning or the role of a learnt message, this is an error.
+    Those of other messages, and tools, are counted in a warning.
 
     Raises ValueError for invalid lines, with file and line; for a template that refuses a chat, that does not print a
     learnt part of it, or in which the learnt tokens cannot be found; and if no token of any chat is learnt.
@@ -96,12 +106,14 @@ class ChatData(Tokenized):
         plain_content: Annotated[
             bool, Field(description="Control tokens inside content, e.g. <|im_end|>, are encoded as plain text.")
         ] = False,
+        new_tokens: NewTokens = (),
         split: Split = None,
         index: Annotated[
             str | None, Field(description="Folder that caches the tokens; absent: tokenizes at every start.")
         ] = None,
     ) -> None:
         self.tokenizer, self.max_length = load_tokenizer(tokenizer), max_length
+        add_tokens(self.tokenizer, new_tokens)
         self.vocab_size = len(self.tokenizer)
         self._pad = padding_of(self.tokenizer)
         if not self.tokenizer.is_fast:

@@ -1,4 +1,4 @@
-"""Finds the learnt text of a rendered chat, and what of the chat its text lacks."""
+"""Finds the learnt text of a rendered chat, and the parts of the chat that its text lacks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _TAGS = re.compile(r"</?[a-z_|]{1,30}>|\s")
 
 
 class RenderedChat:
-    """One chat, rendered as it is and with stamps: where its learnt text is, and what is not printed."""
+    """One chat, rendered as it is and with stamps: finds its learnt text, and the parts that are not printed."""
 
     def __init__(self, renderer: "ChatRenderer", messages: Sequence[Message], tools: Any) -> None:
         self.by, self.tools = renderer, tools
@@ -53,7 +53,7 @@ class RenderedChat:
             if len(self.marked) != len(answers):
                 raise ValueError(
                     f"the chat template has {len(self.marked)} generation marks for {len(answers)} messages of the"
-                    " assistant, so that it is not known which mark is of which message; use a template with one mark"
+                    " assistant, so that a mark has no certain message; use a template with one mark"
                     " per message"
                 )
             owners = answers
@@ -138,7 +138,7 @@ class RenderedChat:
         return start, end
 
     def _header(self) -> str:
-        """Returns what the template's prompt for an answer adds to a chat that ends with a user's message."""
+        """Returns the text that the template's prompt for an answer adds to a chat that ends with a user's message."""
 
         def find() -> str:
             last = [{"role": "user", "content": "x"}]
@@ -205,7 +205,7 @@ class RenderedChat:
             return mine[0][0], len(until)
         return mine[0][0], self._end_after(mine[-1][1], number) or mine[-1][1]
 
-    # ------------------------------------------------------------------------------------------ what is lost
+    # ------------------------------------------------------------------------------------------ lost parts
     def lost(self, spans: Mapping[int, Sequence[Span]]) -> dict[Kind, str]:
         """Returns the given parts of the chat that are not in its text, one example of each kind.
 

@@ -1,4 +1,4 @@
-"""Parts of a chat: what a line contains, and where a template prints it."""
+"""Parts of a chat: the texts of a line, and their places in a rendering."""
 
 import json
 import re
@@ -132,7 +132,7 @@ def places(text: str, model: str, parts: Mapping[str, Part]) -> dict[str, list[S
 
 
 def printed_as(value: Any) -> list[str]:
-    """Returns the texts by which templates print a value: as it is, without white space around it, and as JSON."""
+    """Returns the forms in which templates print a value: as it is, without white space around it, and as JSON."""
     if isinstance(value, str):
         texts = [value, value.lstrip(), value.rstrip(), value.strip()]
         texts += [json.dumps(one, ensure_ascii=ascii_only)[1:-1] for one in texts[:4] for ascii_only in (False, True)]

@@ -45,8 +45,8 @@ class ChatRenderer:
     messages follow, the span is found in the whole text: after the begin of that prompt, up to the end token. Of other
     roles the message's text with its end token is learnt. White space at the end of a span is not learnt.
 
-    Each chat is also rendered with a stamp in place of each of its parts. What this rendering lacks, the template does
-    not print: an error for a learnt part, and noted in `Rendered.lost` for a given one.
+    Each chat is also rendered with a stamp in place of each of its parts. A part whose stamp is
+    not in this rendering is not printed: an error for a learnt part, and noted in `Rendered.lost` for a given one.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -129,7 +129,7 @@ class ChatRenderer:
             raise ValueError(f"the chat template of {self.name} refuses the messages: {error}") from error
 
     def has_marks(self, tools: Any) -> bool:
-        """Returns whether the template marks what is learnt."""
+        """Returns whether the template marks learnt text."""
         return self._compiled(self._template(tools)).has_marks
 
     def next_turns(self, tools: Any) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class ChatRenderer:
 
     @cached_property
     def special(self) -> tuple[str, ...]:
-        """The texts of the special tokens, longest first."""
+        """Returns the texts of the special tokens, longest first."""
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple(sorted({token.content for token in added if token.special}, key=len, reverse=True))
 

@@ -33,6 +33,12 @@ TokenizerName = Annotated[
 Length = Annotated[int, Field(ge=1, le=2**24)]
 
 
+NewTokens = Annotated[
+    Sequence[Annotated[str, Field(min_length=1)]],
+    Field(description="Special tokens to add to the tokenizer; the model needs `resize_vocabulary`."),
+]
+
+
 class Tokenized:
     """Encoding and decoding of text, for `ddpforge generate`."""
 
@@ -332,6 +338,14 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Adds special tokens to a tokenizer; raises ValueError for one that it has already."""
+    known = [token for token in tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise ValueError(f"new_tokens: the tokenizer has `{known[0]}` already; remove it")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
 
 
 def padding_of(tokenizer: Any) -> int:

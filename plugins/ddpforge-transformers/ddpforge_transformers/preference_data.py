@@ -17,7 +17,17 @@ from torch import Tensor
 
 from ddpforge_transformers.chat_forms import Message, check_only_text, parse_messages
 from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, template_of, tokens_of_text
-from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
+from ddpforge_transformers.data import (
+    IGNORED,
+    Length,
+    NewTokens,
+    Tokenized,
+    TokenizerName,
+    add_tokens,
+    load_tokenizer,
+    padded,
+    padding_of,
+)
 from ddpforge_transformers.rows import Invalid, OnInvalid, Row, Split, is_dataset, read_rows
 
 __all__ = ["FeedbackData", "PreferenceData"]
@@ -84,9 +94,11 @@ class _Answers(Tokenized):
         reference: _Reference = None,
         on_invalid: OnInvalid = "error",
         plain_content: _PlainContent = False,
+        new_tokens: NewTokens = (),
         split: Split = None,
     ) -> None:
         self.tokenizer, self.max_length, self._truncation = load_tokenizer(tokenizer), max_length, truncation
+        add_tokens(self.tokenizer, new_tokens)
         self.vocab_size = len(self.tokenizer)
         self.pad_token = padding_of(self.tokenizer)
         text = template_of(template) if template else None

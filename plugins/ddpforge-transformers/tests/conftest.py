@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=["bare", "begins", "ends"])
 def added(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A tokenizer of bytes, and the tokens that it adds before and after a text: none, a begin, or an end token."""
+    """Returns a tokenizer of bytes, and its tokens before and after a text: none, a begin, or an end token."""
     kind = request.param
     folder = byte_tokenizer(tmp_path_factory.mktemp(kind), begins=kind == "begins", ends=kind == "ends")
     return folder, "<|pad|>" if kind == "begins" else "", "<|im_end|>" if kind == "ends" else ""

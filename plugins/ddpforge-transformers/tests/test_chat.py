@@ -224,7 +224,7 @@ def test_plain_texts_keep_the_tokens_that_the_tokenizer_adds(chats: Build, added
     assert whole(chats(TURN, tokenizer=str(folder))) == ASKED  # a template prints all of its tokens itself
 
 
-def test_a_chat_of_which_only_the_first_token_is_learnt_has_no_learnt_token(chats: Build) -> None:
+def test_a_chat_with_only_its_first_token_learnt_has_no_learnt_token(chats: Build) -> None:
     with pytest.raises(ValueError, match=r"of its 1 chats is learnt; .* 1 have no learnt token within it"):
         chats({"prompt": "", "completion": "a"}, max_length=1)
 
@@ -420,3 +420,13 @@ def test_the_recipe_of_the_guide_passes_check(tmp_path: Path, ddpforge: Callable
         pytest.skip("the guide is only in the repository")
     (tmp_path / "sft.toml").write_text(guide.read_text().partition("```toml\n")[2].partition("```")[0])
     assert "sft.toml: ok" in ddpforge("check", "sft.toml")
+
+
+def test_new_tokens_are_special_tokens_of_the_tokenizer(chats: Build, tmp_path: Path) -> None:
+    (file := tmp_path / "new.jinja").write_text(CHATML.replace("<|im_start|>", "<|turn|>"))
+    data = chats(TURN, template=file, new_tokens=["<|turn|>"])
+    assert data.vocab_size == len(chats(TURN, template=file).tokenizer) + 1
+    assert data[0]["input_ids"].tolist().count(data.vocab_size - 1) == 2
+    assert learnt(data) == "a dog<|im_end|>"
+    with pytest.raises(ValueError, match=r"new_tokens: the tokenizer has `<\|im_end\|>` already"):
+        chats(TURN, new_tokens=["<|im_end|>"])

@@ -1,4 +1,4 @@
-"""What a chat template prints of a line, what it loses, and its bounds."""
+"""Chat templates: lost parts of a line, learnt text by family, and bounds."""
 
 import contextlib
 import importlib.util
@@ -64,7 +64,7 @@ def texts(found: Any) -> list[str]:
     return [found.text[start:end] for start, end in found.learnt]
 
 
-# ---------------------------------------------------------------------------------------------- what is lost
+# ---------------------------------------------------------------------------------------------- lost parts
 LOST = {
     "call": ([user("a"), answer("", tool_calls=calls({"q": "sea"}))], "tool_calls[0].name of message 1"),
     "call-with-text": ([user("a"), answer("I look.", tool_calls=calls({}))], "tool_calls[0].name of message 1"),

@@ -77,7 +77,7 @@ def test_invalid_input_is_refused(
         TokenizedJSONL(**{"path": file, "tokenizer": str(tokenizer), **options})
 
 
-Tokenizer = tuple[Path, str, str]  # and what it adds before and after a text
+Tokenizer = tuple[Path, str, str]  # and its tokens before and after a text
 
 
 def test_a_sample_ends_with_one_end_token_and_a_prompt_with_none(added: Tokenizer, tmp_path: Path) -> None:
