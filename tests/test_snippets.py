@@ -96,6 +96,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         'metric = "eval/accuracy"': Recipe(),
         "peak_flops": Recipe(),
     },
+    "chat-data": {'name = "sft"': "a model to fetch: plugins/ddpforge-transformers/tests/test_chat.py"},
     "checkpoints": {
         "mirror": "needs S3: tests/runs/test_mirror.py, against a local server",
         "keep = {": Recipe(),

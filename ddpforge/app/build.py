@@ -87,10 +87,18 @@ _DATASETS = 0xDA7A  # the same for the constructors of datasets
 
 
 # ---------------------------------------------------------------------------------------------- data and model
-def build(chosen: Chosen, problems: Problems, *, meta: bool = False, names: DataNames | None = None) -> Built:
+def build(
+    chosen: Chosen,
+    problems: Problems,
+    *,
+    meta: bool = False,
+    with_model: bool = True,
+    names: DataNames | None = None,
+) -> Built:
     """Builds data, model and schedules, the same on every rank.
 
     `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
+    `with_model`: False builds only the data, e.g. to look at it; the model is then MISSING.
     `names`: those of the training data, if this is not built.
     """
     recipe, registry = chosen.recipe, chosen.registry
@@ -123,22 +131,23 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False, names: Data
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     model = size = MISSING
     auxiliary: Mapping[str, AuxiliaryModule] = MISSING
-    with problems.at("model"):
-        candidate = _on_meta(chosen) if meta else _model(chosen)
-        if _is_usable(candidate, problems, "model"):
-            make_dense(candidate)
-            with problems.at("train", "freeze"), recipe_faults():
-                freeze(candidate, recipe.train.freeze)
-            with problems.at("train", "frozen_dtype"), recipe_faults():
-                cast_weights(candidate, recipe.train.frozen_dtype)
-            model, size = candidate, count_parameters(candidate)
-    with problems.at("task"):
-        found = declared(chosen.task, model)
-        usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
-        if all(usable):
-            for one in found.values():
-                make_dense(one.module)
-            auxiliary = found
+    if with_model:
+        with problems.at("model"):
+            candidate = _on_meta(chosen) if meta else _model(chosen)
+            if _is_usable(candidate, problems, "model"):
+                make_dense(candidate)
+                with problems.at("train", "freeze"), recipe_faults():
+                    freeze(candidate, recipe.train.freeze)
+                with problems.at("train", "frozen_dtype"), recipe_faults():
+                    cast_weights(candidate, recipe.train.frozen_dtype)
+                model, size = candidate, count_parameters(candidate)
+        with problems.at("task"):
+            found = declared(chosen.task, model)
+            usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
+            if all(usable):
+                for one in found.values():
+                    make_dense(one.module)
+                auxiliary = found
     return Built.of(
         chosen,
         data=data,

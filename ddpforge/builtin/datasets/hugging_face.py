@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["hugging_face"]
+__all__ = ["hugging_face", "load_split"]
 
 _PICKLED = {"pandas", "pickle", "cache", "generator", "spark"}  # builders that unpickle, or run code
 
@@ -117,6 +117,32 @@ def _loaded(path: str, name: str | None, split: str, streaming: bool, options: M
         return builder.as_streaming_dataset(split=split), builder
     except (OSError, ValueError, ConnectionError) as error:
         raise SetupError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_split(path: str, split: str | None) -> Any:
+    """Returns the rows of a split, for datasets that read whole rows: of a name on the hub, or of `save_to_disk`.
+
+    Raises:
+        SetupError: The dataset cannot be loaded.
+        UsageError: The folder has several splits, and `split` is None.
+    """
+    if not Path(path).is_dir():
+        return _loaded(path, None, split or "train", False, {})[0]
+    datasets = library("datasets", "datasets")
+    saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if not saved:
+        return _loaded(path, None, split or "train", False, {})[0]
+    try:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        if split not in (None, "train"):
+            raise UsageError(f"split: {path} is one split, which was saved alone", hints=["remove `split`"])
+        return found
+    if split not in found:
+        raise UsageError(f"split: {path} has no split {split}", hints=[f"it has {', '.join(found)}"])
+    return found[split]
 
 
 class _Tuples:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,9 +16,13 @@ from ddpforge.errors import SetupError, UsageError, pip_install
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
 _Alpha = Annotated[float, Field(gt=0, le=1e6, description="The adapters' output is multiplied by alpha / r.")]
 _Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")]
+_Names = Annotated[Sequence[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 _Targets = Annotated[
-    Sequence[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, description='Linear layers to adapt, by the last parts of their names, e.g. ["q_proj"].'),
+    Literal["all-linear"] | _Names,
+    Field(
+        description='Linear layers to adapt, by the last parts of their names, e.g. ["q_proj"], or by globs of their'
+        ' whole names, e.g. ["*.mlp.*"]; "all-linear": all but the output layer of a language model.'
+    ),
 ]
 _Train = Annotated[
     Sequence[str], Field(description='Globs of parameters to train without adapters, e.g. a new head: ["score.*"].')
@@ -79,11 +83,12 @@ def lora(
     peft = _peft()
     if any(parameter.is_meta for parameter in base.parameters()):
         raise _OnMeta("the model `lora` cannot be built on the meta device", hints=["set strategy.meta = false"])
+    adapted = _targets(base, targets)
     config = peft.LoraConfig(
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=list(targets),
+        target_modules=adapted,
         use_dora=bool(dora),
         use_rslora=bool(rslora),
     )
@@ -91,7 +96,7 @@ def lora(
         with _in_float32(base):
             model: nn.Module = peft.inject_adapter_in_model(config, base)
     except ValueError as error:
-        raise ValueError(f"peft cannot adapt {', '.join(targets)}: {error}") from error
+        raise ValueError(f"peft cannot adapt {', '.join(adapted)}: {error}") from error
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             _note_scaling(name, module)
@@ -114,6 +119,41 @@ def lora(
         for parameter in named.values():
             parameter.requires_grad_(True)
     return model
+
+
+def _targets(base: nn.Module, targets: Literal["all-linear"] | Sequence[str]) -> list[str]:
+    """Returns names of layers for peft: globs and "all-linear" as the whole names of the linear layers they match."""
+    if targets != "all-linear" and not any(char in target for target in targets for char in "*?["):
+        return list(targets)
+    layers = [name for name, module in base.named_modules() if _is_linear(module)]
+    if targets == "all-linear":
+        body = getattr(base, "base_model_prefix", "")  # of transformers: outside of it are output layers
+        inside = [name for name in layers if name.startswith(f"{body}.")] if body and hasattr(base, body) else layers
+        get_output = getattr(base, "get_output_embeddings", None)
+        output = get_output() if callable(get_output) else None
+        found = [name for name in inside if base.get_submodule(name) is not output]
+        if not found:
+            raise ValueError('targets = "all-linear": the model has no linear layer besides its output layer')
+        return found
+    names: dict[str, None] = {}
+    for target in targets:
+        if not any(char in target for char in "*?["):
+            names[target] = None
+            continue
+        matched = [name for name in layers if fnmatchcase(name, target)]
+        if not matched:
+            example = f", e.g. {layers[0]}" if layers else ""
+            raise ValueError(f"targets: `{target}` matches no linear layer by its whole name{example}")
+        names |= dict.fromkeys(matched)
+    return list(names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # The output layer in torch's attention is read by a function; an adapter in it would be ignored.
+    kind = type(module).__name__
+    return (isinstance(module, nn.Linear) and kind != "NonDynamicallyQuantizableLinear") or (
+        kind == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )
 
 
 @contextmanager

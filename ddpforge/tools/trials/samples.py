@@ -79,12 +79,12 @@ class BatchImages:
 def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> SplitBatches:
     """Returns the first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
-    Raises UsageError for a set that the recipe lacks, and every error of data and model.
+    The model is not built. Raises UsageError for a set that the recipe lacks, and every error of the data.
     """
     known = ["train", *(f"eval.{name}" if name else "eval" for name in chosen.recipe.data.evaluations)]
     if split not in known:
         raise UsageError(f"the recipe has no [data.{split}]", hints=[f"it has {', '.join(known)}"])
-    built = build(chosen, problems, meta=True)
+    built = build(chosen, problems, with_model=False)
     preflight.check_built(built, problems)
     problems.raise_if_any()
     dealt = deal(

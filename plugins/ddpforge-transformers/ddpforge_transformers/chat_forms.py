@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal, get_args
+
+from ddpforge_transformers.rows import Row
 
 __all__ = ["ROLES", "Chat", "Form", "Message", "Plain", "check_only_text", "parse_messages", "read_chats"]
 
@@ -49,44 +50,25 @@ class Plain:
     completion: str
 
 
-def read_chats(files: list[Path], form: Form | None) -> Iterator[tuple[str, Chat | Plain]]:
-    """Yields the place ("FILE, line N") and the content of each line of the files.
+def read_chats(
+    rows: Iterator[tuple[str, Row | ValueError]], form: Form | None
+) -> Iterator[tuple[str, Chat | Plain | ValueError]]:
+    """Yields the place ("FILE, line N") and the content of each row, or the error of an invalid row.
 
-    `form` is the form of all lines; None: it is recognised by the keys of the first line. Raises ValueError with the
-    place for lines that are no JSON, of another form or invalid, and for files without lines.
+    `form` is the form of all rows; None: it is recognised by the keys of the first valid row.
     """
-    for file in files:
-        lines = 0
-        for where, row in _objects(file):
-            lines += 1
+    for where, row in rows:
+        if isinstance(row, ValueError):
+            yield where, row
+            continue
+        try:
             found = _form(row, where, form)
-            form = form or found
-            try:
-                yield where, _PARSERS[found](row)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-        if not lines:
-            raise ValueError(f"{file} is empty: expected one JSON object per line")
-
-
-def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield (where := f"{file}, line {number}"), _object(line, where)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is {_kind(row)}: expected one JSON object per line")
-    return row
+            chat = _PARSERS[found](row)
+        except ValueError as error:
+            yield where, error
+            continue
+        form = form or found
+        yield where, chat
 
 
 def _form(row: dict[str, Any], where: str, form: Form | None) -> Form:
@@ -151,7 +133,8 @@ def _sharegpt(row: dict[str, Any]) -> Chat:
 
 
 def _alpaca(row: dict[str, Any]) -> Chat:
-    text = {key: _text(row.get(key, ""), key) for key in ("instruction", "input", "output")}
+    text = {key: _text(row.get(key, ""), key) for key in ("instruction", "output")}
+    text["input"] = _text(row.get("input") or "", "input")
     if row.get("history"):
         raise ValueError('"history" is not supported: write all turns as "messages"')
     asked = f"{text['instruction']}\n{text['input']}" if text["input"] else text["instruction"]
@@ -242,7 +225,7 @@ def _known_keys(value: Any, known: tuple[str, ...], name: str) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {_kind(value)}: expected an object with {_listed(known[:2])}")
     for key in value:
-        if key not in known:
+        if key not in known and value[key] is not None:  # null is as if absent, e.g. "refusal" of the API of OpenAI
             near = get_close_matches(key, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"expected {_listed(known)}"
             raise ValueError(f'{name} has the unknown key "{key}"; {hint}')

@@ -18,6 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from ddpforge_transformers.rows import check_characters
+
 __all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
 
 ddpforge_plugin_api = 3
@@ -31,6 +33,12 @@ TokenizerName = Annotated[
     str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")
 ]
 Length = Annotated[int, Field(ge=1, le=2**24)]
+
+
+NewTokens = Annotated[
+    Sequence[Annotated[str, Field(min_length=1)]],
+    Field(description="Special tokens to add to the tokenizer; the model needs `resize_vocabulary`."),
+]
 
 
 class Tokenized:
@@ -334,6 +342,14 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
 
 
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Adds special tokens to a tokenizer; raises ValueError for one that it has already."""
+    known = [token for token in tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise ValueError(f"new_tokens: the tokenizer has `{known[0]}` already; remove it")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
+
+
 def padding_of(tokenizer: Any) -> int:
     """Returns the token for padding, or else the end-of-text token; raises ValueError if there is neither."""
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -349,8 +365,9 @@ def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+        check_characters(row, f"{file}, line {number}")
         for key, kind in wanted.items():
             if not isinstance(row, dict) or type(row.get(key)) is not kind:
                 raise ValueError(f'{file}, line {number} needs "{key}", of type {kind.__name__}')

@@ -53,6 +53,14 @@ _Quantize = Annotated[
 _DoubleQuant = Annotated[
     bool | None, Field(description='Quantize the scales of "nf4", too, which saves 0.4 bits of each weight.')
 ]
+_Resize = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=2**24,
+        description="Number of tokens with new ones of the tokenizer; the embeddings of these are new, and trained.",
+    ),
+]
 _OWNED = {"model_type", "num_labels", "id2label", "label2id", "dtype", "torch_dtype", "architectures"}
 
 
@@ -63,6 +71,7 @@ def causal_lm(
     weights: _Weights = True,
     options: _Options = {},
     attention: _Attention = None,
+    resize_vocabulary: _Resize = None,
     lora: _LoRA = None,
     quantize: _Quantize = None,
     double_quant: _DoubleQuant = None,
@@ -75,10 +84,15 @@ def causal_lm(
     _check_quantize(quantize, double_quant, lora, saved=pretrained is not None and weights)
     config = _config(model_type, pretrained, options)
     model = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+    if resize_vocabulary is not None:
+        _resize(model, resize_vocabulary, saved=pretrained is not None)
     say_steps(model)
     if quantize:
         _quantize(model, quantize, double=bool(double_quant))
-    return _adapted(model, lora)
+    adapted = _adapted(model, lora)
+    if resize_vocabulary is not None and lora:
+        _check_new_rows_are_trained(adapted)
+    return adapted
 
 
 def masked_lm(
@@ -205,8 +219,8 @@ def _check_loaded(model: Any, name: str, found: Mapping[str, Any]) -> None:
     if lost:
         raise ValueError(
             f"{len(lost)} weights of `{name}` do not fit the model, and would become random, e.g. `{min(lost)}`:"
-            f" {lost[min(lost)]}; remove `options` for shapes and numbers of layers. For a larger vocabulary, resize"
-            " the saved model (`resize_token_embeddings` of transformers)"
+            f" {lost[min(lost)]}; remove `options` for shapes and numbers of layers. For a larger vocabulary, set"
+            " resize_vocabulary"
         )
 
 
@@ -219,6 +233,29 @@ def _scaled_embedding(module: Any, indices: torch.Tensor) -> torch.Tensor:
     """Computes the embedding of Gemma, which is scaled in float32, with a frozen weight of any dtype."""
     found: torch.Tensor = nn.Embedding.forward(module, indices).float() * module.embed_scale
     return found
+
+
+def _resize(model: Any, tokens: int, *, saved: bool) -> None:
+    """Adds rows for new tokens to the embeddings and the output layer; raises ValueError if there would be fewer."""
+    if not saved:
+        raise ValueError(f"resize_vocabulary is for `pretrained`; set options.vocab_size = {tokens}")
+    has = model.get_input_embeddings().num_embeddings
+    if tokens < has:
+        raise ValueError(f"resize_vocabulary = {tokens}, but the saved model has {has} tokens; it can only add tokens")
+    model.resize_token_embeddings(tokens)
+
+
+def _check_new_rows_are_trained(model: Any) -> None:
+    """Raises ValueError if adapters leave the embeddings of new tokens frozen, which are random."""
+    layers = {id(one): one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}
+    names = [name for name, module in model.named_modules() if id(module) in layers]
+    frozen = [name for name in names if not any(one.requires_grad for one in model.get_submodule(name).parameters())]
+    if frozen:
+        globs = ", ".join(f'"{name}.*"' for name in frozen)
+        raise ValueError(
+            f"resize_vocabulary adds random rows to {', '.join(frozen)}, which `lora` freezes; set lora.train ="
+            f" [{globs}]"
+        )
 
 
 def _check_quantize(form: str | None, double: bool | None, lora: Adapters | None, *, saved: bool) -> None:

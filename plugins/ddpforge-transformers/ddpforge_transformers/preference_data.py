@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -16,7 +17,18 @@ from torch import Tensor
 
 from ddpforge_transformers.chat_forms import Message, check_only_text, parse_messages
 from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, template_of, tokens_of_text
-from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
+from ddpforge_transformers.data import (
+    IGNORED,
+    Length,
+    NewTokens,
+    Tokenized,
+    TokenizerName,
+    add_tokens,
+    load_tokenizer,
+    padded,
+    padding_of,
+)
+from ddpforge_transformers.rows import Invalid, OnInvalid, Row, Split, is_dataset, read_rows
 
 __all__ = ["FeedbackData", "PreferenceData"]
 
@@ -24,15 +36,17 @@ ddpforge_plugin_api = 3
 
 log = logging.getLogger("ddpforge")
 
-Row = dict[str, Any]
 Batch = dict[str, Tensor]
 
-_Path = Annotated[Path, Field(description="A .jsonl file in UTF-8.")]
+_Path = Annotated[Path, Field(description="A file (.jsonl, .json, .parquet), or a dataset of Hugging Face.")]
 _Template = Annotated[
     Path | None, Field(description="File with a chat template (Jinja); absent: that of the tokenizer.")
 ]
 _TemplateOptions = Annotated[
     Mapping[str, Any], Field(description="Variables for the template, e.g. { enable_thinking = false }.")
+]
+_PlainContent = Annotated[
+    bool, Field(description="Control tokens inside content, e.g. <|im_end|>, are encoded as plain text.")
 ]
 _MaxLength = Annotated[Length, Field(description="Maximum number of tokens of a prompt with an answer.")]
 _Truncation = Annotated[
@@ -57,6 +71,10 @@ class Answer(NamedTuple):
     labels: list[int]
 
 
+class _TooLongError(ValueError):
+    """Error of a sample that `truncation` refuses, although it is valid."""
+
+
 class _Answers(Tokenized):
     """Two answers per sample: [chosen, rejected], or for feedback [answer, another sample's answer]."""
 
@@ -74,27 +92,49 @@ class _Answers(Tokenized):
         max_length: _MaxLength = 2048,
         truncation: _Truncation = "drop",
         reference: _Reference = None,
+        on_invalid: OnInvalid = "error",
+        plain_content: _PlainContent = False,
+        new_tokens: NewTokens = (),
+        split: Split = None,
     ) -> None:
         self.tokenizer, self.max_length, self._truncation = load_tokenizer(tokenizer), max_length, truncation
+        add_tokens(self.tokenizer, new_tokens)
         self.vocab_size = len(self.tokenizer)
         self.pad_token = padding_of(self.tokenizer)
         text = template_of(template) if template else None
-        self._render = ChatRenderer(self.tokenizer, text, options=template_options)
+        self._render = ChatRenderer(self.tokenizer, text, options=template_options, plain_content=plain_content)
         self._samples: list[tuple[Answer, Answer]] = []
         self._more: dict[str, list[Any]] = {name: [] for name in self._columns}
-        rows = list(_rows(path))
-        if not rows:
-            raise ValueError(f"{path} is empty: expected one JSON object per line")
-        self._take(rows)
-        if not self._samples:
-            raise ValueError(
-                f"{path}: no sample is left: all {len(rows)} are longer than max_length = {max_length}, or the template"
-                " marks no answer as learnt"
-            )
-        if left := len(rows) - len(self._samples):
-            log.warning("%s: %d of %d samples are longer than max_length = %d", path, left, len(rows), max_length)
+        self._invalid, self._lost = Invalid(on_invalid), Counter[str]()
+        rows = []
+        for where, row in read_rows(path, [] if is_dataset(path, split) else [path], split):
+            if isinstance(row, ValueError):
+                self._invalid.take(where, row)
+            else:
+                rows.append((where, row))
+        unread = self._invalid.number
+        if rows:
+            self._take(rows)
+        self._report(path, len(rows), unread)
         self._reference = None if reference is None else _reference_of(reference, self.marks())
         self.has_reference = reference is not None
+
+    def _report(self, path: Path, rows: int, unread: int) -> None:
+        """Logs how many samples were left out, and what templates do not print; raises ValueError if none is left."""
+        invalid = f"{self._invalid.number} are invalid: {self._invalid.reasons()}" if self._invalid.number else ""
+        if not rows and not unread:
+            raise ValueError(f"{path} is empty: expected one JSON object per line")
+        if not self._samples:
+            raise ValueError(
+                f"{path}: no sample is left: all {rows + unread} are longer than max_length = {self.max_length}, or the"
+                f" template marks no answer as learnt{f'; {invalid}' if invalid else ''}"
+            )
+        if invalid:
+            log.warning("%s: of %d samples, %s", path, rows + unread, invalid)
+        if left := rows + unread - len(self._samples) - self._invalid.number:
+            log.warning("%s: %d of %d samples are longer than max_length = %d", path, left, rows, self.max_length)
+        for what, number in self._lost.items():
+            log.warning("%s: %d answers %s", path, number, what)
 
     @property
     def _chat_renderer(self) -> ChatRenderer:
@@ -157,7 +197,12 @@ class _Answers(Tokenized):
                     tokens, learnt = [*tokens, self.tokenizer.eos_token_id], [*learnt, True]
             else:
                 given = [message | {"weight": 0} for message in prompt]
-                tokens, learnt = self._render.encode([*given, *answer])
+                rendered = self._render([*given, *answer])
+                self._lost.update(f"have {one} that the chat template does not print" for one in rendered.lost)
+                if rendered.control is not None:
+                    how = "are encoded as plain text" if self._render.plain_content else "act as such"
+                    self._lost["have control tokens in their content, which " + how] += 1
+                tokens, learnt = tokens_of_text(self.tokenizer, [rendered])[0]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         first = learnt.index(True) if True in learnt else len(tokens)
@@ -167,7 +212,7 @@ class _Answers(Tokenized):
         if len(tokens) <= self.max_length and first < len(tokens):
             return Answer(tokens, labels)
         if self._truncation == "error":
-            raise ValueError(
+            raise _TooLongError(
                 f"{where} has {len(tokens)} tokens, more than max_length = {self.max_length}; raise it, or set"
                 ' truncation = "right" or "drop"'
             )
@@ -177,7 +222,7 @@ class _Answers(Tokenized):
 
 
 class PreferenceData(_Answers):
-    """Dataset of a .jsonl file with a chosen and a rejected answer per line.
+    """Dataset with a chosen and a rejected answer per line.
 
     A line has `chosen` and `rejected`, and usually `prompt`. All are texts, which are used without a chat template and
     end with an end-of-text token; or all are lists of messages {role, content}, as in the dataset `chat`. Without
@@ -191,21 +236,32 @@ class PreferenceData(_Answers):
         if has_margin := "margin" in rows[0][1]:
             self._columns, self._more = {"margin": torch.float32}, {"margin": []}
         for where, row in rows:
-            _check_keys(row, where, ("chosen", "rejected"))
-            margin = row.get("margin", 0)
-            if ("margin" in row) != has_margin or type(margin) not in (int, float) or not math.isfinite(margin):
-                raise ValueError(f'{where}: expected a finite number "margin" in all lines or in none')
-            prompt, chosen, rejected = _pair(row, where)
-            answers = [self._encode(where, prompt, answer) for answer in (chosen, rejected)]
-            if answers[0] is None or answers[1] is None:
+            try:
+                pair = self._pair(where, row, has_margin)
+            except _TooLongError:
+                raise
+            except ValueError as error:
+                self._invalid.take(where, error)
                 continue
-            self._samples.append((answers[0], answers[1]))
+            if pair is None:
+                continue
+            self._samples.append(pair)
             if has_margin:
                 self._more["margin"].append(float(row["margin"]))
 
+    def _pair(self, where: str, row: Row, has_margin: bool) -> tuple[Answer, Answer] | None:
+        """Returns both answers of a row; None if one is left out."""
+        _check_keys(row, where, ("chosen", "rejected"))
+        margin = row.get("margin", 0)
+        if ("margin" in row) != has_margin or type(margin) not in (int, float) or not math.isfinite(margin):
+            raise ValueError(f'{where}: expected a finite number "margin" in all lines or in none')
+        prompt, chosen, rejected = _pair(row, where)
+        better, worse = (self._encode(where, prompt, answer) for answer in (chosen, rejected))
+        return None if better is None or worse is None else (better, worse)
+
 
 class FeedbackData(_Answers):
-    """Dataset of a .jsonl file with one answer per line, and whether it is desirable; for the task `kto`.
+    """Dataset with one answer per line, and whether it is desirable; for the task `kto`.
 
     A line has `prompt`, `completion` and `label` (true or false). Prompt and completion are two texts or two lists of
     messages, as in the dataset `preferences`. The task also needs answers that do not belong to their prompts: the
@@ -217,40 +273,47 @@ class FeedbackData(_Answers):
     def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
         if len(rows) < 2:
             raise ValueError(f"{rows[0][0]} is the only one: expected at least two samples")
-        parsed = []
+        parsed: list[tuple[str, Any, Any, bool]] = []
         for where, row in rows:
-            _check_keys(row, where, ("prompt", "completion", "label"))
-            if not isinstance(row["label"], bool):
-                raise ValueError(f'{where}: "label" is {row["label"]!r}: expected true or false')
-            prompt, completion, _ = _pair({**row, "chosen": row["completion"], "rejected": row["completion"]}, where)
+            try:
+                _check_keys(row, where, ("prompt", "completion", "label"))
+                if not isinstance(row["label"], bool):
+                    raise ValueError(f'{where}: "label" is {row["label"]!r}: expected true or false')
+                both = {**row, "chosen": row["completion"], "rejected": row["completion"]}
+                prompt, completion, _ = _pair(both, where)
+                if parsed and type(prompt) is not type(parsed[0][1]):
+                    raise ValueError(
+                        f"{where}: it has {_form_of(prompt)}, but {parsed[0][0]} has {_form_of(parsed[0][1])}; expected"
+                        " one form"
+                    )
+            except ValueError as error:
+                self._invalid.take(where, error)
+                continue
             parsed.append((where, prompt, completion, row["label"]))
-        if len({type(prompt) for _, prompt, _, _ in parsed}) > 1:
-            raise ValueError(f"{parsed[0][0]} and later lines: some are texts and some messages; expected one form")
         for number, (where, prompt, completion, label) in enumerate(parsed):
-            answers = [self._encode(where, prompt, one) for one in (completion, parsed[number - 1][2])]
+            try:
+                answers = [self._encode(where, prompt, one) for one in (completion, parsed[number - 1][2])]
+            except _TooLongError:
+                raise
+            except ValueError as error:
+                self._invalid.take(where, error)
+                continue
             if answers[0] is None or answers[1] is None:
                 continue
             self._samples.append((answers[0], answers[1]))
             self._more["desirable"].append(label)
 
 
+def _form_of(value: Any) -> str:
+    return "a text" if isinstance(value, str) else "messages"
+
+
 # ---------------------------------------------------------------------------------------------- lines
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yields the place ("FILE, line N") and the object of each line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: expected a JSON object")
+    """Yields the place ("FILE, line N") and the object of each line of a file of this package."""
+    for where, row in read_rows(path, [path]):
+        if isinstance(row, ValueError):
+            raise row
         yield where, row
 
 

@@ -212,4 +212,12 @@ def check_fit(model: nn.Module, data: Any) -> None:
         ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
     ):
         if has is not None and takes is not None and has > takes:
-            raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set model.options.{key} = {has}")
+            hint = f"set model.options.{key} = {has}"
+            if getattr(model, "keeps_saved_dtype", False):  # saved weights have this shape
+                fewer = "block_size" if getattr(data, "block_size", None) else "max_length"
+                hint = (
+                    f"set model.resize_vocabulary = {has}"
+                    if key == "vocab_size"
+                    else f"set {fewer} = {takes} in the data"
+                )
+            raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; {hint}")

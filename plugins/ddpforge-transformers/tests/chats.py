@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -28,8 +29,13 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 
-def byte_tokenizer(folder: Path, template: str | None = CHATML, **special: str | None) -> Path:
-    """Writes a folder with a byte-level BPE tokenizer of 400 tokens."""
+def byte_tokenizer(
+    folder: Path, template: str | None = CHATML, *, begins: bool = False, ends: bool = False, **special: str | None
+) -> Path:
+    """Writes a folder with a byte-level BPE tokenizer of 400 tokens.
+
+    `begins`, `ends`: it adds <|pad|> before, and <|im_end|> after a text.
+    """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
     bpe.decoder = ByteDecoder()
@@ -40,6 +46,9 @@ def byte_tokenizer(folder: Path, template: str | None = CHATML, **special: str |
         show_progress=False,
     )
     bpe.train_from_iterator([message["content"] + " system user assistant\n" for message in CHAT], trainer)
+    if begins or ends:
+        single = f"{'<|pad|> ' if begins else ''}$A{' <|im_end|>' if ends else ''}"
+        bpe.post_processor = TemplateProcessing(single=single, special_tokens=[("<|pad|>", 0), ("<|im_end|>", 2)])
     tokens = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>"} | special
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe, **{name: token for name, token in tokens.items() if token is not None}

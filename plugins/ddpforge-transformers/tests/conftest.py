@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chats import byte_tokenizer
 from ddpforge.testing.ranks import preload, run_ddpforge
 from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece
@@ -31,6 +32,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", params=["bare", "begins", "ends"])
+def added(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Returns a tokenizer of bytes, and its tokens before and after a text: none, a begin, or an end token."""
+    kind = request.param
+    folder = byte_tokenizer(tmp_path_factory.mktemp(kind), begins=kind == "begins", ends=kind == "ends")
+    return folder, "<|pad|>" if kind == "begins" else "", "<|im_end|>" if kind == "ends" else ""
 
 
 def sentence(number: int) -> str:

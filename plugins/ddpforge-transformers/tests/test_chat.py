@@ -115,9 +115,9 @@ def test_the_chosen_turns_are_learnt_with_the_token_that_ends_them(chats: Build,
     assert learnt(chats(weighted, template=file)) == "a dog<|im_end|>"
 
 
-def test_other_roles_are_learnt_with_their_names(chats: Build) -> None:
+def test_of_other_roles_the_text_and_its_end_token_are_learnt_without_the_header(chats: Build) -> None:
     data = chats({"messages": CHAT[:3]}, train_on=["user", "assistant"])
-    assert learnt(data) == "<|im_start|>user\nWhat does the cat see?<|im_end|>|a dog<|im_end|>"
+    assert learnt(data) == "What does the cat see?<|im_end|>|a dog<|im_end|>"
 
 
 def test_tool_calls_are_learnt_and_tools_reach_the_template(chats: Build, tmp_path: Path) -> None:
@@ -137,13 +137,11 @@ REASONS = (  # as Qwen3: only the last answer is printed with its reasoning
 )
 
 
-def test_a_template_that_prints_an_answer_in_two_ways_is_refused_except_for_the_last(
-    chats: Build, tmp_path: Path
-) -> None:
+def test_answers_are_found_in_a_template_that_prints_the_last_one_in_another_way(chats: Build, tmp_path: Path) -> None:
     file = tmp_path / "reasons.jinja"
     file.write_text(REASONS)
-    with pytest.raises(ValueError, match=r"line 1: the chat template of .* prints message 2 in another way"):
-        chats({"messages": CHAT}, template=file)
+    data = chats({"messages": CHAT}, template=file)
+    assert learnt(data) == "a dog<|im_end|>|<think>\n\n</think>\n\nthe old cat<|im_end|>"
     data = chats({"messages": CHAT}, template=file, last_turn_only=True)
     assert learnt(data) == "<think>\n\n</think>\n\nthe old cat<|im_end|>"
 
@@ -156,7 +154,7 @@ def test_a_template_that_prints_an_answer_in_two_ways_is_refused_except_for_the_
         (("assistant\n{% endif %}", "assistant:{% endif %}"), "after its prompt for an answer"),
         (("<|im_start|>", "{{ raise_exception('no thanks') }}"), "refuses the messages: no thanks"),
         (("{{ message.role }}", "{{ message.role + 1 }}"), "refuses the messages"),
-        (("{% endfor %}", ""), "refuses the messages"),
+        (("{% endfor %}", ""), "`template`, line .* is not valid Jinja: Unexpected end of template"),
     ],
 )
 def test_a_template_in_which_spans_cannot_be_found_is_refused_by_name(
@@ -213,6 +211,33 @@ def test_learnt_tokens_are_those_of_trl(words: Path, tmp_path: Path, family: str
     assert same == tokens
     differs = [tokenizer.decode([token]) for token, one, two in zip(tokens, mask, spans, strict=True) if one != two]
     assert set(differs) <= {"\n"}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["spans", "marks"])
+def test_last_turn_only_with_weight_0_learns_nothing_of_the_chat(chats: Build, tmp_path: Path, template: str) -> None:
+    (file := tmp_path / "template.jinja").write_text(template)
+    weighted = {"messages": [*CHAT[:4], CHAT[4] | {"weight": 0}]}
+    data = chats(TURN, weighted, template=file, last_turn_only=True)
+    assert [learnt(data, number) for number in range(len(data))] == ["a dog<|im_end|>"]
+
+
+def test_plain_texts_keep_the_tokens_that_the_tokenizer_adds(chats: Build, added: tuple[Path, str, str]) -> None:
+    folder, begin, _ = added
+    data = chats({"prompt": "the cat", "completion": " sees a dog"}, tokenizer=str(folder))
+    assert whole(data) == f"{begin}the cat sees a dog<|im_end|>"
+    assert learnt(data) == " sees a dog<|im_end|>"
+    assert whole(chats(TURN, tokenizer=str(folder))) == ASKED  # a template prints all of its tokens itself
+
+
+def test_a_chat_with_only_its_first_token_learnt_has_no_learnt_token(chats: Build) -> None:
+    with pytest.raises(ValueError, match=r"of its 1 chats is learnt; .* 1 have no learnt token within it"):
+        chats({"prompt": "", "completion": "a"}, max_length=1)
+
+
+def test_truncation_left_keeps_the_last_tokens(chats: Build) -> None:
+    uncut, cut = chats({"messages": CHAT}), chats({"messages": CHAT}, max_length=11, truncation="left")
+    for key in ("input_ids", "labels"):
+        assert cut[0][key].tolist() == uncut[0][key][-11:].tolist()
 
 
 # ---------------------------------------------------------------------------------------------- length, batches
@@ -392,3 +417,21 @@ def test_a_template_that_prints_the_date_is_a_warning(
         assert not caplog.records
         chats(TURN, template=file)
     assert "may print today's date" in caplog.text
+
+
+def test_the_recipe_of_the_guide_passes_check(tmp_path: Path, ddpforge: Callable[..., str]) -> None:
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "chat-data.md"
+    if not guide.is_file():
+        pytest.skip("the guide is only in the repository")
+    (tmp_path / "sft.toml").write_text(guide.read_text().partition("```toml\n")[2].partition("```")[0])
+    assert "sft.toml: ok" in ddpforge("check", "sft.toml")
+
+
+def test_new_tokens_are_special_tokens_of_the_tokenizer(chats: Build, tmp_path: Path) -> None:
+    (file := tmp_path / "new.jinja").write_text(CHATML.replace("<|im_start|>", "<|turn|>"))
+    data = chats(TURN, template=file, new_tokens=["<|turn|>"])
+    assert data.vocab_size == len(chats(TURN, template=file).tokenizer) + 1
+    assert data[0]["input_ids"].tolist().count(data.vocab_size - 1) == 2
+    assert learnt(data) == "a dog<|im_end|>"
+    with pytest.raises(ValueError, match=r"new_tokens: the tokenizer has `<\|im_end\|>` already"):
+        chats(TURN, new_tokens=["<|im_end|>"])

@@ -97,3 +97,25 @@ def test_only_text_and_jsonl_of_a_folder_are_learnt(
     ]
     with pytest.raises(ValueError, match=r"0\.json is no text; write a \.jsonl file"):
         TokenizedText(path=texts / "0.json", **options)
+
+
+Tokenizer = tuple[Path, str, str]  # and its tokens before and after a text
+
+
+def test_a_sample_ends_with_one_end_token_and_a_prompt_with_none(added: Tokenizer, tmp_path: Path) -> None:
+    folder, begin, _ = added
+    (file := tmp_path / "x.jsonl").write_text('{"ask": "the cat", "text": " sees a dog"}')
+    asked = TokenizedJSONL(path=file, tokenizer=str(folder), prompt="ask")
+    batch = asked.collate([asked[0]])
+    assert asked.tokenizer.decode(batch["input_ids"][0]) == f"{begin}the cat sees a dog<|im_end|>"
+    taught = batch["input_ids"][0][batch["labels"][0] != -100]
+    assert asked.tokenizer.decode(taught) == " sees a dog<|im_end|>"
+    plain = TokenizedJSONL(path=file, tokenizer=str(folder))
+    assert plain.tokenizer.decode(plain.collate([plain[0]])["input_ids"][0]) == f"{begin} sees a dog<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", [TokenizedJSONL, TokenizedText])
+def test_half_of_a_character_is_an_error_with_file_and_line(kind: Any, tokenizer: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "a \\ud83d cat"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2: text has half of a character, \\ud83d"):
+        kind(path=file, tokenizer=str(tokenizer))

@@ -159,3 +159,38 @@ def test_adapters_are_an_option_of_every_model(build: Any, targets: list[str], t
     assert {name for name in trained if "lora_" not in name} == heads
     assert model.config.vocab_size == 32
     assert getattr(model, "repeated", None) == getattr(plain, "repeated", None)  # BERT lists no blocks in 5.0
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("llama", 7), ("gpt2", 4)])
+def test_all_linear_adapts_all_linear_layers_but_the_output_layer(model_type: str, layers: int) -> None:
+    pytest.importorskip("peft")
+    model = causal_lm(model_type=model_type, options=TINY[model_type], lora=Adapters(targets="all-linear"))
+    adapted = [name for name, _ in model.named_modules() if name.endswith("lora_A.default")]
+    assert len(adapted) == layers * model.config.num_hidden_layers
+    assert not [name for name in adapted if "lm_head" in name]
+
+
+def test_a_resized_vocabulary_keeps_the_saved_rows_and_has_new_ones(tmp_path: Path) -> None:
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = causal_lm(pretrained=str(tmp_path / "base"), resize_vocabulary=40)
+    model.save_pretrained(tmp_path / "larger")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "larger")
+    for layer in ("get_input_embeddings", "get_output_embeddings"):
+        rows = getattr(again, layer)().weight
+        assert rows.shape == (40, 32)
+        assert torch.equal(rows[:32], getattr(base, layer)().weight)
+    with pytest.raises(ValueError, match="but the saved model has 32 tokens; it can only add tokens"):
+        causal_lm(pretrained=str(tmp_path / "base"), resize_vocabulary=31)
+    with pytest.raises(ValueError, match=r"set options.vocab_size = 40"):
+        causal_lm(model_type="llama", options=TINY["llama"], resize_vocabulary=40)
+
+
+def test_new_rows_must_be_trained_under_lora(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "base")
+    options = {"pretrained": str(tmp_path / "base"), "resize_vocabulary": 40}
+    with pytest.raises(ValueError, match=r'lora.train = \["model.embed_tokens.\*", "lm_head.\*"\]'):
+        causal_lm(**options, lora=Adapters(targets=["q_proj"]))
+    model = causal_lm(**options, lora=Adapters(targets=["q_proj"], train=["model.embed_tokens.*", "lm_head.*"]))
+    assert model.get_input_embeddings().weight.requires_grad

@@ -127,7 +127,7 @@ def test_unrelated_answers_of_feedback_are_those_of_the_sample_before(answers: C
     ("row", "said"),
     [
         ("{", "line 1 is not JSON"),
-        ("[1]", "line 1: expected a JSON object"),
+        ("[1]", "line 1 is a list: expected one JSON object per line"),
         ({"prompt": "a", "chosen": "b"}, 'line 1 lacks "rejected"; it has the keys "prompt", "chosen"'),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, 'line 1: "chosen" is empty'),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, 'line 1: "prompt" is a str, "chosen" is a int'),

@@ -55,6 +55,32 @@ def test_lora_starts_as_its_base_model_and_trains_only_its_adapters() -> None:
     assert model.vocab_size == 16  # an attribute of the base model, which checks of the data read
 
 
+def adapted_layers(model: nn.Module) -> list[str]:
+    return [
+        name.removesuffix(".lora_A.default") for name, _ in model.named_modules() if name.endswith("lora_A.default")
+    ]
+
+
+def test_targets_are_globs_of_whole_names_or_all_linear_layers() -> None:
+    def net() -> nn.Module:
+        return nn.ModuleDict(
+            {
+                "mlp": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+                "norm": nn.LayerNorm(4),
+                "attention": nn.MultiheadAttention(4, 1),
+                "head": nn.Linear(4, 3),
+            }
+        )
+
+    assert adapted_layers(lora(base=net(), targets="all-linear")) == ["mlp.0", "mlp.1", "head"]
+    assert adapted_layers(lora(base=net(), targets=["mlp.*"])) == ["mlp.0", "mlp.1"]
+    assert adapted_layers(lora(base=net(), targets=["*.1", "head"])) == ["mlp.1", "head"]
+    with pytest.raises(ValueError, match=r"targets: `mpl.\*` matches no linear layer by its whole name, e.g. mlp.0"):
+        lora(base=net(), targets=["mpl.*"])
+    with pytest.raises(ValueError, match="no linear layer besides its output layer"):
+        lora(base=nn.LayerNorm(4), targets="all-linear")
+
+
 def test_adapters_are_scaled_by_alpha_over_r() -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     nn.init.zeros_(model[0].weight)

@@ -149,6 +149,13 @@ def test_data_show_prints_the_first_training_batches() -> None:
     assert not Path("runs").exists()
 
 
+def test_data_show_builds_no_model() -> None:
+    Path("never.py").write_text("def model() -> None:\n    raise RuntimeError('it was built')\n")
+    assert shown("--batches", "1", "model={use='./never.py:model'}").stdout == shown("--batches", "1").stdout
+    refused = CliRunner().invoke(main, ["run", "tiny.toml", "model={use='./never.py:model'}"])
+    assert "it was built" in refused.output
+
+
 def test_data_show_prints_micro_batches() -> None:
     found = json.loads(shown("--batches", "1", "--json", "train.micro_batch=16").stdout)["batches"][0]
     assert (found["samples"], found["step_samples"]) == (16, 64)
