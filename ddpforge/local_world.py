@@ -1,12 +1,12 @@
 """Environment variables of a launcher: their check, the ranks on this machine, and the CPU cores of each."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from ddpforge.errors import SetupError
 from ddpforge.machine import usable_cores
 
-__all__ = ["check_launcher_env", "cores_per_rank", "local_world_size"]
+__all__ = ["check_launcher_env", "cores_per_rank", "local_world_size", "threads", "use_launcher_env"]
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by each of several ranks
@@ -21,6 +21,9 @@ def check_launcher_env(environ: Mapping[str, str] = os.environ) -> None:
     for name in _NUMBERS:
         if not environ.get(name, "0").isdecimal():
             raise SetupError(f"the environment variable {name} must be a number, not {environ[name]!r}", hints=_WAYS)
+    if not 0 <= int(port := environ.get("MASTER_PORT", "0")) < 2**16:
+        raise SetupError(f"MASTER_PORT={port} is no port: expected a number up to 65535", hints=_WAYS)
+    threads(environ)
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     missing = [name for name in _NEEDED if name not in environ]
     if missing and (rank or size > 1):
@@ -28,6 +31,39 @@ def check_launcher_env(environ: Mapping[str, str] = os.environ) -> None:
         raise SetupError(f"the launcher has set {there}, but not {', '.join(missing)}", hints=_WAYS)
     if rank >= max(size, 1):
         raise SetupError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are numbered from 0", hints=_WAYS)
+
+
+def threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the first number of OMP_NUM_THREADS, which may be a list for nested loops; None if it is empty or unset.
+
+    Raises SetupError for anything else.
+    """
+    said = environ.get("OMP_NUM_THREADS", "").strip()
+    first = said.partition(",")[0].strip()
+    if said and not (first.isdecimal() and int(first)):
+        raise SetupError(
+            f"the environment variable OMP_NUM_THREADS must be a number of 1 or more, not {said!r}",
+            hints=["unset it: `ddpforge launch` divides the cores between the ranks"],
+        )
+    return int(first) if said else None
+
+
+def use_launcher_env(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Checks a launcher's variables, and changes those that other libraries cannot read.
+
+    Variables of a single process without an address are left over, e.g. from a debugger, and are removed. A list or an
+    empty text in OMP_NUM_THREADS becomes a number, or is removed. Raises SetupError, see `check_launcher_env`.
+    """
+    check_launcher_env(environ)
+    if environ.get("WORLD_SIZE", "1") == "1" and not all(name in environ for name in _NEEDED):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            environ.pop(name, None)
+    if "OMP_NUM_THREADS" in environ:
+        number = threads(environ)
+        if number is None:
+            del environ["OMP_NUM_THREADS"]
+        else:
+            environ["OMP_NUM_THREADS"] = str(number)
 
 
 def local_world_size() -> int:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ddpforge.errors import SetupError
-from ddpforge.local_world import check_launcher_env, cores_per_rank, local_world_size
+from ddpforge.local_world import check_launcher_env, cores_per_rank, local_world_size, use_launcher_env
 
 
 def test_cores_per_rank_divides_the_available_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,12 +28,35 @@ def test_local_world_size_is_read_from_the_launcher(monkeypatch: pytest.MonkeyPa
         ("RANK=1", "has set RANK=1, but not LOCAL_RANK, WORLD_SIZE"),
         ("RANK=abc", "RANK must be a number, not 'abc'"),
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=n MASTER_PORT=1", "RANK=2, but WORLD_SIZE=2"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=n MASTER_PORT=70000", "MASTER_PORT=70000 is no port"),
     ],
 )
 def test_an_incomplete_launcher_is_an_error_of_the_environment(environ: str, said: str) -> None:
     with pytest.raises(SetupError, match=said) as caught:
         check_launcher_env(dict(pair.split("=") for pair in environ.split()))
     assert "ddpforge launch RECIPE --nproc N" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("number", ["abc", "0", "-1", "4;2", "2.5"])
+def test_a_wrong_number_of_threads_is_named(number: str) -> None:
+    with pytest.raises(SetupError, match="OMP_NUM_THREADS must be a number of 1 or more"):
+        use_launcher_env({"OMP_NUM_THREADS": number})
+
+
+@pytest.mark.parametrize(("said", "used"), [("4,2", "4"), (" 3 ", "3"), ("", None), ("8", "8")])
+def test_a_list_of_threads_is_its_first_number_and_an_empty_one_is_unset(said: str, used: str | None) -> None:
+    environ = {"OMP_NUM_THREADS": said}
+    use_launcher_env(environ)
+    assert environ.get("OMP_NUM_THREADS") == used
+
+
+def test_variables_of_one_process_without_an_address_are_left_over_and_removed() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "HOME": "x"}
+    use_launcher_env(environ)
+    assert environ == {"HOME": "x"}
+    whole = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    use_launcher_env(kept := dict(whole))
+    assert kept == whole
 
 
 def test_a_complete_launcher_and_none_are_accepted() -> None:

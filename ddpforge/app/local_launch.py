@@ -85,7 +85,7 @@ class LocalLaunch:
 
     def shown(self) -> str:
         """Returns the command with its environment variables, as a line for a shell."""
-        variables = {name: os.environ.get(name, value) for name, value in variables_for(self.nproc).items()}
+        variables = {name: os.environ.get(name) or value for name, value in variables_for(self.nproc).items()}
         return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(self.command)])
 
 

@@ -19,6 +19,7 @@ from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart
 from ddpforge.launchers.exit_record import record_exit
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.logs import keep_output
+from ddpforge.runs.environment import world_size
 from ddpforge.secret_redaction import redact
 from ddpforge.watchdog.watchdog import failure_of_another, report_startup_failure
 
@@ -76,7 +77,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         "step": 0,
         "total_steps": None,
         "samples": 0,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": world_size(),
         "strategy": None,
         "metrics": {},
         "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),

@@ -68,7 +68,8 @@ def start(
     # Launchers reduce every failure to exit code 1, so the ranks write their exit codes to a private file.
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
         said = Path(file.name)
-        environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
+        given = {name: value for name, value in os.environ.items() if value or name != "OMP_NUM_THREADS"}
+        environment = {**variables_for(nproc), **given, **ours, **variables, VERDICT: file.name}
         running = _Running(lambda: ExitRecords(said, nproc), environment.get(ADDRESS))
         with received_signal(running.ask):
             # In a new session: otherwise the terminal would send Ctrl-C to the launcher too, which ends at the second.

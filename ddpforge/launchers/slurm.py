@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 
 from ddpforge.errors import SetupError, UsageError
-from ddpforge.local_world import check_launcher_env
+from ddpforge.local_world import use_launcher_env
 
 __all__ = ["Job", "export_slurm_env", "indices", "script", "seconds"]
 
@@ -206,7 +206,7 @@ def export_slurm_env(environ: MutableMapping[str, str] = os.environ) -> bool:
     Does nothing if a launcher has set RANK. Raises SetupError if the variables of the launcher are incomplete, or if
     Slurm's variables do not name the other tasks.
     """
-    check_launcher_env(environ)
+    use_launcher_env(environ)
     # Of the step: SLURM_NTASKS is that of the whole job.
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environ or "SLURM_PROCID" not in environ or size == 1:
