@@ -55,7 +55,7 @@ def use_launcher_env(environ: MutableMapping[str, str] = os.environ) -> None:
     empty text in OMP_NUM_THREADS becomes a number, or is removed. Raises SetupError, see `check_launcher_env`.
     """
     check_launcher_env(environ)
-    if environ.get("WORLD_SIZE", "1") == "1" and not all(name in environ for name in _NEEDED):
+    if environ.get("WORLD_SIZE") == "1" and not all(name in environ for name in _NEEDED):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             environ.pop(name, None)
     if "OMP_NUM_THREADS" in environ:

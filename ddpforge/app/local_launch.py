@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.exit_record import STARTED, LaunchExit, RankDeath
 from ddpforge.launchers.nodes import NODES, Nodes, default_id, fixed_number
-from ddpforge.launchers.rendezvous import reject_held_ports
+from ddpforge.launchers.rendezvous import check_loopback, reject_held_ports
 from ddpforge.launchers.store import store_at
 from ddpforge.launchers.torchrun import names_rendezvous, torchrun_command, variables_for
 from ddpforge.ranks.run_limits import seconds_of
@@ -68,6 +68,8 @@ class LocalLaunch:
         folder = self.folder
         if self.nodes.endpoint and self.nodes.is_first:
             reject_held_ports(self.nodes.endpoint)
+        if not self.nodes.endpoint:
+            check_loopback()
         before = folder.status_version()
         ended = process.start(
             self.command,

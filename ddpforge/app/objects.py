@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import OBJECT, Registry
-from ddpforge.errors import UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.recipe.toml import Table
 from ddpforge.runs.folder import RunFolder
 
@@ -134,7 +134,9 @@ class GivenObjects:
         if not isinstance(model, nn.Module):
             yield
             return
-        status = folder.status()
+        status = None
+        with suppress(SetupError):  # a damaged file
+            status = folder.status()
         begun = bool(status and status["step"]) and not any(folder.checkpoints.glob("step-*"))
         if _TRAINED.get(model) == folder.path and begun and not fresh:
             raise UsageError(

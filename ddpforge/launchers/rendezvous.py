@@ -15,14 +15,14 @@ from ddpforge.errors import SetupError
 from ddpforge.launchers.nodes import Nodes
 from ddpforge.launchers.store import clock_at
 
-__all__ = ["LOST", "meet", "reject_held_ports"]
+__all__ = ["LOST", "QUIET", "check_loopback", "meet", "reject_held_ports", "saying_after"]
 
 LOST = (
     "check that the nodes' clocks agree (`date`) and that their ports are open to each other: run `ddpforge doctor` "
     "under a launcher",
 )
 _MEETING = 600.0  # seconds until the first node must answer: torchrun's timeout
-_QUIET = 10.0  # seconds; a longer wait is reported
+QUIET = 10.0  # seconds; a longer wait is reported
 _LOOK = 0.5
 _ANSWER = 15.0  # seconds until a store of torch must answer
 _APART = 3.0  # seconds; a larger difference between clocks is reported
@@ -52,6 +52,30 @@ def reject_held_ports(endpoint: str) -> None:
             ) from error
 
 
+def check_loopback() -> None:
+    """Raises SetupError if this machine cannot connect to itself: its ranks would never find each other."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        try:
+            socket.create_connection(server.getsockname(), timeout=_ANSWER).close()
+        except OSError as error:
+            raise SetupError(
+                f"this machine cannot connect to itself at 127.0.0.1: {error.strerror or error}",
+                hints=["bring its loopback interface up: ip link set lo up", "or train in one process: ddpforge run"],
+            ) from error
+
+
+@contextmanager
+def saying_after(seconds: float, words: str) -> Iterator[None]:
+    """Prints `words` once if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, print, [words], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def meet(endpoint: str, store: str | None, nodes: str) -> None:
     """Waits until torch's store answers at `endpoint`, and compares this machine's clock with that of `store`.
 
@@ -79,7 +103,7 @@ def _find(endpoint: str, store: str | None) -> None:
                     f"the first node did not answer at {endpoint} within {_MEETING / 60:.0f} minutes: {reason}",
                     hints=["check that the launch on that machine is running, and that the port is open"],
                 ) from error
-            if waited > _QUIET and not said:
+            if waited > QUIET and not said:
                 said = True
                 # Another program has the store's port. The first node did not start for this reason.
                 if store and _answers(store) and not clock_at(store):

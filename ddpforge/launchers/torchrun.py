@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +21,7 @@ from ddpforge.errors import ExitCode, SetupError
 from ddpforge.fast_import import gc_paused
 from ddpforge.launchers.exit_record import VERDICT, ExitRecords, is_final, record_death
 from ddpforge.launchers.nodes import ALONE, ENDPOINT, NODES
-from ddpforge.launchers.rendezvous import LOST, meet
+from ddpforge.launchers.rendezvous import LOST, QUIET, meet, saying_after
 from ddpforge.launchers.store import ADDRESS
 from ddpforge.local_world import cores_per_rank
 from ddpforge.machine import terminate_with_parent
@@ -101,6 +102,12 @@ def _extended(base: Any) -> Any:
     class Agent(base):  # type: ignore[misc]
         _closed: float | None = None  # time since which the rendezvous is closed
 
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            nodes = os.environ.get(NODES, "1")
+            words = f"waiting for the other nodes (--nnodes {nodes}): start `ddpforge launch` on each of them"
+            with saying_after(QUIET, words) if nodes != "1" else nullcontext():
+                super()._rendezvous(worker_group)
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Restarts ranks at once if a node has left. Raises ChildFailedError if no restart can help."""
             result: RunResult = super()._monitor_workers(worker_group)
@@ -162,7 +169,11 @@ def main() -> None:
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+        from torch.distributed.elastic.rendezvous.api import (
+            RendezvousClosedError,
+            RendezvousError,
+            RendezvousTimeoutError,
+        )
         from torch.distributed.run import main as torchrun
 
     if VERDICT in os.environ and "LOGLEVEL" not in os.environ:  # LOGLEVEL is torchrun's own variable
@@ -183,8 +194,11 @@ def main() -> None:
         said = "the launcher of another node ended before all ranks had joined"
         _end(SetupError(said, hints=["see the output of that launcher"]))
     except (RendezvousError, DistError) as error:
-        said = str(error.__cause__ or error).strip().partition("\n")[0]  # the further lines are C++ frames
-        _end(SetupError(f"the rendezvous of the nodes failed: {said}", hints=LOST))
+        if isinstance(error, RendezvousTimeoutError):
+            said = f"not all nodes (--nnodes {os.environ.get(NODES)}) came in time: start `ddpforge launch` on each"
+        else:
+            said = str(error.__cause__ or error).strip().partition("\n")[0]  # the further lines are C++ frames
+        _end(SetupError(f"the rendezvous of the nodes failed: {said or type(error).__name__}", hints=LOST))
     except SetupError as error:
         _end(error)
 

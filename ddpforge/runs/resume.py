@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpforge import disk
 from ddpforge.checkpoint.retention import check_folder
-from ddpforge.errors import CheckpointError
+from ddpforge.errors import CheckpointError, SetupError
 from ddpforge.ranks.failures import Failures
 from ddpforge.runs.changes import Change, recipe_changes, reject_finished, reject_fixed, reject_unknown
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, Status
@@ -52,7 +52,7 @@ def open_folder(
         return OpenedRun(token)
 
     folder.reject_odd()
-    earlier = folder.status()
+    earlier = _status(folder)
     changes = recipe_changes(folder.tables(), now)
     edited = _edited(folder, snapshot)
     if _is_finished(folder, earlier, changes, edited):
@@ -64,6 +64,15 @@ def open_folder(
     Failures.clear(folder.logs)
     disk.remove(folder.failure)
     return OpenedRun(token, earlier, changes=changes, edited=edited)
+
+
+def _status(folder: RunFolder) -> Status | None:
+    """Returns the status of the last attempt; None if it is damaged, because checkpoints do not depend on it."""
+    try:
+        return folder.status()
+    except SetupError as error:
+        log.warning("%s; the run continues from its checkpoints", error.message)
+        return None
 
 
 def is_finished(folder: RunFolder, snapshot: RecipeSnapshot) -> bool:

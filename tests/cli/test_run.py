@@ -406,3 +406,19 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error(ddpforge: Callable[...,
     assert refused.codes == [ExitCode.ENVIRONMENT] * 2
     assert "COMMIT" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("bit", [0, 77, 300])
+def test_a_damaged_status_does_not_stop_a_resume(ddpforge: Callable[..., Ranks], bit: int) -> None:
+    ddpforge("run", "tiny.toml", "--set", "checkpoint.every=1st")
+    (file := Path("runs/tiny/status.json")).write_bytes(flipped(file.read_bytes(), bit))
+    done = ddpforge("run", "tiny.toml", "--set", "train.length=4st", "--set", "checkpoint.every=1st")
+    assert done.stdout == "runs/tiny: done at step 4\n"
+    assert steps() == [1, 2, 3, 4]
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """Returns the content with one bit changed."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)

@@ -1,5 +1,6 @@
 """Rendezvous of nodes: the program at the endpoint, and the difference of the nodes' clocks."""
 
+import errno
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from ddpforge.errors import SetupError
 from ddpforge.launchers import rendezvous, store
-from ddpforge.launchers.rendezvous import meet, reject_held_ports
+from ddpforge.launchers.rendezvous import check_loopback, meet, reject_held_ports, saying_after
 
 
 @contextmanager
@@ -55,6 +56,28 @@ def pair() -> int:
     raise AssertionError("no two ports are free")
 
 
+def test_a_machine_without_loopback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_loopback()
+
+    def refused(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    with pytest.raises(SetupError, match=r"cannot connect to itself at 127\.0\.0\.1: Network is unreachable") as caught:
+        check_loopback()
+    assert "ip link set lo up" in caught.value.hints[0]
+
+
+def test_words_are_printed_only_if_a_block_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with saying_after(600.0, "waiting"):
+        pass
+    assert capsys.readouterr().err == ""
+    gate = threading.Event()
+    with saying_after(0.0, "waiting for node 2"):
+        while "waiting" not in capsys.readouterr().err:
+            gate.wait(0.01)
+
+
 @pytest.mark.parametrize("later", [0, 1])
 def test_first_node_rejects_an_endpoint_whose_port_or_next_port_is_in_use(later: int) -> None:
     port = pair()
@@ -75,7 +98,7 @@ def test_node_reports_another_program_at_the_endpoint(monkeypatch: pytest.Monkey
 
 def test_node_does_not_wait_for_a_launch_whose_second_port_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports the reason on the node that waits, because the first node has refused to start."""
-    monkeypatch.setattr(rendezvous, "_QUIET", 0.0)
+    monkeypatch.setattr(rendezvous, "QUIET", 0.0)
     monkeypatch.setattr(rendezvous, "_LOOK", 0.01)
     with stranger() as free:
         pass
@@ -87,7 +110,7 @@ def test_endpoint_without_a_listener_raises_an_error_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "_MEETING", 0.1)
-    monkeypatch.setattr(rendezvous, "_QUIET", 0.0)
+    monkeypatch.setattr(rendezvous, "QUIET", 0.0)
     monkeypatch.setattr(rendezvous, "_LOOK", 0.15)
     with stranger() as held:
         pass

@@ -6,14 +6,17 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -44,6 +47,7 @@ _SUM = 1e-3  # largest relative difference between the recipe's loss and the scr
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
 _UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
 _OUTPUT = 15  # lines of a failed script to print
+_MOST_OUTPUT = 1 << 16  # bytes of its output that are read for them
 # Variables of `torchrun --nproc-per-node 1`.
 _ONE_RANK = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
@@ -148,18 +152,18 @@ def compare_script(
 # ---------------------------------------------------------------------------------------------- the script
 def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int, *, torchrun: bool) -> ScriptRecord:
     command = [sys.executable, "-m", _RECORDER, str(folder), str(steps), str(script), *arguments]
-    done = subprocess.run(
-        command,
-        env=os.environ | (_ONE_RANK if torchrun else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    if done.returncode:
-        last = done.stdout.decode(errors="replace").rstrip().splitlines()[-_OUTPUT:]
+    # A file, not a pipe: processes that the script leaves behind would hold a pipe open.
+    with (folder / "output.txt").open("w+b") as output:
+        code = _run_alone(command, os.environ | (_ONE_RANK if torchrun else {}), output)
+        output.seek(max(0, output.tell() - _MOST_OUTPUT))
+        said = output.read().decode(errors="replace")
+    if code:
+        reads = ["the script reads from the terminal: give its answers as arguments"] if "EOFError" in said else []
+        last = said.rstrip().splitlines()[-_OUTPUT:]
         raise UsageError(
-            f"{script} failed with exit code {done.returncode} before step {steps}:\n" + "\n".join(last),
+            f"{script} failed with exit code {code} before step {steps}:\n" + "\n".join(last),
             hints=[
+                *reads,
                 f"it must work alone: {'torchrun' if torchrun else 'python'} {script}",
                 "arguments of the script come after `--`",
                 *([] if torchrun else ["--torchrun sets the variables of torchrun, for scripts that join ranks"]),
@@ -180,6 +184,32 @@ def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int, 
             hints=["give the DataLoader a map-style dataset (__len__ and __getitem__); streams cannot be compared"],
         )
     return record
+
+
+def _stop(*_: object) -> NoReturn:
+    raise StoppedBeforeStart("stopped while the script trained; its processes were ended")
+
+
+def _run_alone(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> int:
+    """Runs a command without input in a session of its own; returns its exit code.
+
+    Its processes are killed when it ends, and when this process receives SIGTERM or Ctrl-C.
+    """
+    process = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()
+    try:
+        if in_main:
+            signal.signal(signal.SIGTERM, _stop)
+        return process.wait()
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # ---------------------------------------------------------------------------------------------- the recipe

@@ -1,10 +1,13 @@
 """`ddpforge compare-script`: real scripts, with recipes that train the same, and with recipes that do not."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.launched import Ranks, Zygote
 
@@ -304,6 +307,34 @@ def test_a_comparison_that_cannot_work_is_an_error(
     done, _ = compare(script, "--steps", "3", *arguments, code=2)
     assert message in done.stderr
     assert "compare.py" not in done.stderr  # no traceback of ddpforge
+
+
+def test_a_script_that_waits_for_an_answer_fails_and_says_so(compare: Compare) -> None:
+    done, _ = compare("print('how many? ', input())", "--steps", "3", code=2)
+    assert "EOFError" in done.stderr
+    assert "reads from the terminal: give its answers as arguments" in done.stderr
+
+
+def test_a_process_that_a_script_leaves_behind_is_ended_and_not_waited_for(compare: Compare, tmp_path: Path) -> None:
+    left = "import subprocess, pathlib\npathlib.Path('pid').write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
+    compare(left + LOOP, "--steps", "2")
+    process = psutil.Process(int(pid)) if psutil.pid_exists(int(pid := (tmp_path / "pid").read_text())) else None
+    # Until init has read the exit code of the killed process, it is a zombie.
+    assert process is None or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stop_signal_ends_the_script_too(tmp_path: Path) -> None:
+    waits = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "train.py").write_text(waits)
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "moved.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "ddpforge", "compare-script", "train.py", "moved.toml"]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert running.poll() is None
+    running.terminate()
+    assert "stopped while the script trained" in running.communicate(timeout=60)[1]
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
 def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path, zygote: Zygote) -> None:
