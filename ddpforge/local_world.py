@@ -49,7 +49,7 @@ def threads(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def use_launcher_env(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Checks a launcher's variables, and changes those that other libraries cannot read.
+    """Checks a launcher's variables, and changes values that are no use to other libraries.
 
     Variables of a single process without an address are left over, e.g. from a debugger, and are removed. A list or an
     empty text in OMP_NUM_THREADS becomes a number, or is removed. Raises SetupError, see `check_launcher_env`.

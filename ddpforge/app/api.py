@@ -370,13 +370,14 @@ class TrainedRun:
         tasks: Sequence[str],
         *,
         include: Sequence[Path] = (),
+        trust: bool = False,
         apply_chat_template: bool = False,
         device: str | torch.device = "cpu",
     ) -> dict[str, float]:
         """Returns the metrics of tasks of EleutherAI's lm-evaluation-harness, as {"TASK/METRIC": value}.
 
         A dataset of the run does this with its tokenizer, by `lm_eval(model, tasks, …)`: those of ddpforge-transformers
-        do. `include` are folders with the files of own tasks. Raises UsageError if no dataset has the method, and for
+        do. `include` are folders with the files of own tasks; `trust` runs the Python code that they name. Raises UsageError if no dataset has the method, and for
         unknown tasks; SetupError if the harness is not installed.
         """
         data = self.data_with("lm_eval")
@@ -393,6 +394,7 @@ class TrainedRun:
                 tasks,
                 include=include,
                 batch=batch,
+                **({"trust": True} if trust else {}),
                 apply_chat_template=apply_chat_template,
             )
         return found

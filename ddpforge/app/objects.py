@@ -106,7 +106,7 @@ class GivenObjects:
         return [f"{'.'.join((*path, 'use'))}={_reference(path, *given)}" for path, given in self.given.items()]
 
     def import_folders(self) -> list[str]:
-        """Returns the folders from which the modules of the objects were imported, without installed packages."""
+        """Returns the folders of the objects' modules, without those of installed packages."""
         found: dict[str, None] = {}
         for _, value in self.given.values():
             root = sys.modules.get(value.__module__.partition(".")[0])

@@ -33,6 +33,7 @@ from ddpforge.watchdog.watchdog import watch_startup
     multiple=True,
     help="Folder with YAML files of own tasks for --lm-eval; repeatable.",
 )
+@click.option("--trust", is_flag=True, help="Run the Python code that YAML files of --include name (`!function`).")
 @click.option("--chat", is_flag=True, help="Render the prompts of --lm-eval with the chat template.")
 @sets_options
 @json_option
@@ -43,6 +44,7 @@ def evaluate(
     only: tuple[str, ...],
     tasks: tuple[str, ...],
     include: tuple[Path, ...],
+    trust: bool,
     chat: bool,
     sets: tuple[str, ...],
     as_json: bool,
@@ -56,10 +58,11 @@ def evaluate(
     those of --include may have local files.
     """
     if tasks:
-        _by_harness(run, step, best, tasks, include, chat, as_json, {"--dataset": only, "--set": sets})
+        _by_harness(run, step, best, tasks, include, trust, chat, as_json, {"--dataset": only, "--set": sets})
         return
-    if include or chat:
-        raise UsageError(f"{'--include' if include else '--chat'} is for tasks of --lm-eval", hints=["add --lm-eval"])
+    for option, given in (("--include", include), ("--trust", trust), ("--chat", chat)):
+        if given:
+            raise UsageError(f"{option} is for tasks of --lm-eval", hints=["add --lm-eval"])
     with ending():
         export_slurm_env()
         watch_startup()
@@ -82,6 +85,7 @@ def _by_harness(
     best: bool,
     tasks: tuple[str, ...],
     include: tuple[Path, ...],
+    trust: bool,
     chat: bool,
     as_json: bool,
     others: Mapping[str, object],
@@ -101,7 +105,7 @@ def _by_harness(
     with results_alone(as_json):
         trained = load(find(run, step=step, best=best, intact=True))
         device = chosen_kind(trained.recipe.train).type
-        metrics = trained.lm_eval(tasks, include=include, apply_chat_template=chat, device=device)
+        metrics = trained.lm_eval(tasks, include=include, trust=trust, apply_chat_template=chat, device=device)
     found = Evaluation(trained.step, metrics, is_rank_zero=True)
     numbers = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
     click.echo(json.dumps(found.as_dict()) if as_json else f"{trained.folder.path} at step {found.step}: {numbers}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from ddpforge.cli.options import before_flags, out_option, recipe_argument, set_option
+from ddpforge.cli.options import before_flags, imports_option, out_option, recipe_argument, set_option
 from ddpforge.errors import RecipeError, SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
 @click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="A further option of sbatch; repeatable.")
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script to FILE.")
 @click.option("--submit", is_flag=True, help="Submit the job.")
+@imports_option
 @set_option
 @out_option
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- LAUNCH_FLAGS...]")
@@ -69,13 +70,14 @@ def slurm(
     sbatch: tuple[str, ...],
     to: Path | None,
     submit: bool,
+    imports: bool,
     sets: tuple[str, ...],
     out: str | None,
     words: tuple[str, ...],
 ) -> None:
     """Write a Slurm job's script that trains RECIPE, to stdout; flags after `--` go to `ddpforge launch`.
 
-    The recipe is checked for the job's number of ranks first. The job saves before its time limit and when it is
+    The recipe is checked for the job's number of ranks first, which imports the code that it names. The job saves before its time limit and when it is
     preempted, and requeues itself until the run is done.
     """
     from ddpforge.launchers.slurm import Job, script
@@ -83,7 +85,7 @@ def slurm(
     assigned, more = before_flags(words)
     sets = (*sets, *assigned)
     ranks = nproc or gpus_per_node or 1
-    checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array)
+    checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array, imports=imports)
     _reject(more, sbatch, checked, ranks, gpus_per_node)
     job = Job(
         name=re.sub(r"[^\w.-]", "-", (_name(recipe, sets) or Path(recipe).stem) if array else checked.name),
@@ -117,20 +119,31 @@ def _loaders(workers: int | Literal["auto"], *, gpus: bool) -> int:
     return workers if workers != "auto" else _AUTO if gpus else 0
 
 
-def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:
+def _check(
+    recipe: str,
+    sets: Sequence[str],
+    out: str | None,
+    ranks: int,
+    *,
+    gpus: bool,
+    array: str | None,
+    imports: bool,
+) -> Recipe:
     """Returns the recipe, of an array that of the first job. Raises ForgeError if `ranks` ranks cannot train it."""
     from ddpforge.cli.check import choose_and_check
+    from ddpforge.components.registry import Registry
     from ddpforge.launchers.slurm import indices
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
 
     numbers = indices(array) if array else []
     with _as_task(numbers[:1]):
-        chosen, problems = choose_and_check(recipe, sets, ranks, "cuda" if gpus else None)
+        chosen, problems = choose_and_check(recipe, sets, ranks, "cuda" if gpus else None, imports=imports)
         problems.raise_if_any()
         first = RunFolder.of(chosen.recipe, out).path
     with _as_task(numbers[1:2]):
-        if numbers[1:] and RunFolder.of(load_recipe(recipe, sets=sets).recipe, out).path == first:
+        registry = Registry.installed() if imports else Registry.installed().only_registered()
+        if numbers[1:] and RunFolder.of(load_recipe(recipe, sets=sets, registry=registry).recipe, out).path == first:
             raise UsageError(
                 f"all jobs of --array {array} would train in {first}",
                 hints=[f"use the job's number in its name: --set 'name={first.name}-${{env:{_INDEX}}}'"],
@@ -140,12 +153,14 @@ def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpu
 
 def _name(recipe: str, sets: Sequence[str]) -> str:
     """Returns a name for all jobs of an array: the common beginning and end of two of its runs' names."""
+    from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
 
     names = []
     for number in (1111, 2222):  # no common digit
         with _as_task([number]), suppress(RecipeError):
-            names.append(load_recipe(recipe, sets=sets).recipe.name)
+            registry = Registry.installed().only_registered()
+            names.append(load_recipe(recipe, sets=sets, registry=registry).recipe.name)
     begin = _common(names)
     end = _common([name[len(begin) :][::-1] for name in names])[::-1]
     return f"{begin.rstrip('-_.')}{end}".strip("-_.") if len(names) == 2 else ""

@@ -1,5 +1,6 @@
 """Evaluations by EleutherAI's lm-evaluation-harness, for `ddpforge eval --lm-eval`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ def evaluate(
     tasks: Sequence[str],
     *,
     include: Sequence[Path] = (),
+    trust: bool = False,
     batch: int = 8,
     apply_chat_template: bool = False,
 ) -> dict[str, float]:
@@ -28,6 +30,7 @@ def evaluate(
         tokenizer: Its tokenizer.
         tasks: Names of tasks, groups or tags.
         include: Folders with the files of own tasks (YAML). The harness's own tasks download their data.
+        trust: Run the Python code that those files name. Without it, files that name code are refused.
         batch: Sequences per forward pass.
         apply_chat_template: Renders the prompts with the tokenizer's chat template.
 
@@ -44,7 +47,7 @@ def evaluate(
     found: Any = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, device=device),
         tasks=list(tasks),
-        task_manager=_manager(tasks, include),
+        task_manager=_manager(tasks, include, trust=trust),
         apply_chat_template=apply_chat_template,
         log_samples=False,
     )
@@ -56,13 +59,15 @@ def evaluate(
     }
 
 
-def _manager(tasks: Sequence[str], include: Sequence[Path]) -> Any:
+def _manager(tasks: Sequence[str], include: Sequence[Path], *, trust: bool) -> Any:
     """Returns the harness's index of tasks: of the folders alone, if they have all `tasks`."""
     from lm_eval.tasks import TaskManager
 
     for folder in include:
         if not folder.is_dir():
             raise UsageError(f"--include {folder} is not a folder", hints=["name a folder with YAML files of tasks"])
+        if not trust:
+            _reject_code(folder)
     missing, found = list(tasks), None
     for defaults in (False, True):
         if missing and (include or defaults):
@@ -75,6 +80,24 @@ def _manager(tasks: Sequence[str], include: Sequence[Path]) -> Any:
             hints=[f"similar names: {', '.join(near)}" if near else "add the folder of the task's file with --include"],
         )
     return found
+
+
+_CODE = re.compile(
+    r"!function|^%TAG|^\s*include\s*:\s*[\"']?(?:/|~|\S*\.\.)|^\s*(?:unsafe_code|trust_remote_code)\s*:\s*[\"']?[Tt]rue",
+    re.MULTILINE,
+)
+
+
+def _reject_code(folder: Path) -> None:
+    """Raises UsageError for a YAML file that names Python code to run, or another file outside of the folder."""
+    for file in sorted(one for one in folder.rglob("*") if one.suffix in (".yaml", ".yml")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if found := _CODE.search(text):
+            line = text.count("\n", 0, found.start() + len(found[0]) - len(found[0].lstrip())) + 1
+            raise UsageError(
+                f"{file}, line {line} names code or a file outside of the folder: {found[0].strip()}",
+                hints=["read the files of the folder; if you trust them, add --trust"],
+            )
 
 
 def _named(task: str, results: Mapping[str, Any]) -> dict[str, Any]:

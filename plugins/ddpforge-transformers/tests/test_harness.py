@@ -12,6 +12,7 @@ from chats import CHAT, byte_tokenizer
 from click.testing import CliRunner
 from ddpforge.app.api import load
 from ddpforge.cli import main
+from ddpforge.errors import UsageError
 from test_export import RECIPE
 
 from ddpforge_transformers import harness
@@ -120,3 +121,30 @@ def test_impossible_evaluations_are_refused_by_name(folder: Path, monkeypatch: p
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     assert "pip install lm-eval" in cli("chat", "--lm-eval", "mine", *here, code=3)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "doc_to_text: !function words.text",
+        "class: !function words.Mine",
+        "%TAG !e! !func",
+        "include: ../outside.yaml",
+        'include: "/etc/outside.yaml"',
+        "unsafe_code: true",
+    ],
+)
+def test_a_folder_of_tasks_that_names_code_is_refused_without_trust(tmp_path: Path, line: str) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "mine.yaml").write_text(f"task: mine\n{line}\n")
+    (tmp_path / "below" / "words.py").write_text("import pathlib\npathlib.Path('ran').write_text('')\n")
+    with pytest.raises(UsageError, match=r"mine.yaml, line 2 names code or a file outside of the folder") as caught:
+        harness._manager(["mine"], [tmp_path], trust=False)
+    assert "--trust" in caught.value.hints[0]
+    assert not Path("ran").exists()
+
+
+def test_a_trusted_folder_of_tasks_may_name_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("task: mine\ndoc_to_text: !function words.text\n")
+    (tmp_path / "words.py").write_text("def text(row):\n    return row\n")
+    assert harness._manager(["mine"], [tmp_path], trust=True).match_tasks(["mine"]) == ["mine"]

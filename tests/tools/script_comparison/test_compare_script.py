@@ -309,7 +309,7 @@ def test_a_comparison_that_cannot_work_is_an_error(
     assert "compare.py" not in done.stderr  # no traceback of ddpforge
 
 
-def test_a_script_that_waits_for_an_answer_fails_and_says_so(compare: Compare) -> None:
+def test_a_script_that_waits_for_input_fails_with_the_reason(compare: Compare) -> None:
     done, _ = compare("print('how many? ', input())", "--steps", "3", code=2)
     assert "EOFError" in done.stderr
     assert "reads from the terminal: give its answers as arguments" in done.stderr
