@@ -377,8 +377,8 @@ class TrainedRun:
         """Returns the metrics of tasks of EleutherAI's lm-evaluation-harness, as {"TASK/METRIC": value}.
 
         A dataset of the run does this with its tokenizer, by `lm_eval(model, tasks, …)`: those of ddpforge-transformers
-        do. `include` are folders with the files of own tasks; `trust` runs the Python code that they name. Raises UsageError if no dataset has the method, and for
-        unknown tasks; SetupError if the harness is not installed.
+        do. `include` are folders with the files of own tasks; `trust` runs the Python code that they name. Raises
+        UsageError if no dataset has the method, and for unknown tasks; SetupError if the harness is not installed.
         """
         data = self.data_with("lm_eval")
         if data is None:

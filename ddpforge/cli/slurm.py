@@ -77,8 +77,8 @@ def slurm(
 ) -> None:
     """Write a Slurm job's script that trains RECIPE, to stdout; flags after `--` go to `ddpforge launch`.
 
-    The recipe is checked for the job's number of ranks first, which imports the code that it names. The job saves before its time limit and when it is
-    preempted, and requeues itself until the run is done.
+    The recipe is checked for the job's number of ranks first, which imports the code that it names. The job saves
+    before its time limit and when it is preempted, and requeues itself until the run is done.
     """
     from ddpforge.launchers.slurm import Job, script
 
