@@ -15,6 +15,8 @@ _COMMANDS = {
     "overfit": "ddpforge run RECIPE --overfit 1",
     **dict.fromkeys(("samples", "inspect", "preview"), "ddpforge data show RECIPE"),
     "profile": "ddpforge run RECIPE --profile 20..25",
+    "help": "ddpforge --help, or ddpforge run --help for one command",
+    **dict.fromkeys(("upgrade", "migrate", "update"), "ddpforge recipes upgrade FILE…"),
     **dict.fromkeys(("config", "cfg", "print", "resolve"), "ddpforge show RECIPE"),
     **dict.fromkeys(("val", "test"), "ddpforge eval RUN"),
     **dict.fromkeys(
@@ -98,22 +100,47 @@ def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
     if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
         yield from _recipes(str(command))
+    if "'loss' is not one of 'model'" in error.message:
+        yield "a loss is a task, or a function that the recipe names: ddpforge plugins new task NAME"
     if "'gpu' is not one of 'cpu', 'cuda'" in error.message:
         yield "did you mean cuda?"
     if isinstance(error, click.NoSuchOption):
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return
     if found := re.search(r"No such command '([^']*)'", error.message):
-        if found[1] in _COMMANDS:
+        if command in _GROUPS:
+            yield from _of_group(str(command), found[1])
+        elif found[1] in _COMMANDS:
             yield _COMMANDS[found[1]]
         elif found[1].endswith(".toml"):
             yield f"ddpforge run {found[1]}"
     if "unexpected extra argument" in error.message and error.ctx:
         words = next((one for one in error.ctx.command.params if one.name == "words"), None)
-        if words and command == "sweep":
+        extra = re.search(r"extra arguments? \(([^ )]*)", error.message)
+        if extra and extra[1].endswith(".toml"):
+            yield "one recipe at a time: call the command once for each"
+        elif command == "parity":
+            yield "separate strategies with commas: --strategies ddp,fsdp,deepspeed:stage=3"
+        elif words and command == "sweep":
             yield "separate the values of a key with commas: optimizer.lr=1e-3,1e-2"
         elif words:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
+
+
+_GROUPS: dict[str, dict[str, str]] = {
+    "ckpt": {"list": "ls", "delete": "rm", "remove": "rm", "convert": "import", "compare": "diff"},
+    "runs": {"list": "ls", "delete": "rm", "remove": "rm", "diff": "compare", "continue": "resume"},
+    "plugins": {"ls": "list", "create": "new", "info": "show", "check": "test"},
+    "recipes": {"list": "ls", "new": "cp", "init": "cp", "update": "upgrade", "migrate": "upgrade"},
+    "data": {"ls": "show", "inspect": "show", "preview": "show"},
+}
+"""Groups of commands: other words for their commands."""
+
+
+def _of_group(group: str, name: str) -> Iterator[str]:
+    """Yields the command of a group that another word means; else where to see all."""
+    meant = _GROUPS[group].get(name)
+    yield f"ddpforge {group} {meant}" if meant else f"ddpforge {group} --help lists its commands"
 
 
 def _of_option(name: str, command: str) -> Iterator[str]:
@@ -121,7 +148,9 @@ def _of_option(name: str, command: str) -> Iterator[str]:
     if new := _RENAMED.get((command, known), _RENAMED.get(("", known))):
         yield f"--{known} is now --{new}"
         return
-    if known in _RANKS:
+    if known in _RANKS and command == "slurm":
+        yield "write --gpus-per-node N, or --nproc N for ranks on each node, and --nodes N"
+    elif known in _RANKS:
         yield "write --nproc N" if command == "launch" else "ddpforge launch RECIPE --nproc N starts several processes"
     elif known in _RESUME:
         yield "the same command resumes a stopped run; checkpoint.init_from begins with other weights"

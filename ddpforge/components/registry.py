@@ -189,7 +189,13 @@ class Registry:
             )
         if _is_built(component):
             name = type(component).__name__
-            raise broken(f"is an object of the class {name}, not a class", hints=[f'write use = "{location}:{name}"'])
+            raise broken(
+                f"is an object of the class {name}, not a class",
+                hints=[
+                    f'write use = "{location}:{name}", if its constructor needs only options of the recipe',
+                    "or write a function that returns the object, and name the function",
+                ],
+            )
         if not callable(component):
             raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
         return cast(Callable[..., Any], KINDS[kind].adopt(component))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -288,13 +288,39 @@ def _syntax_problem(source: Source, error: str) -> Diagnostic:
         start = len(source.text.rstrip())
         message += ", and the text ends here"
     place = source.at(start, start + 1)
-    return Diagnostic(message, place=place, hints=tuple(_syntax_hints(place.text, error)))
+    before = source.text.split("\n")[: max(0, place.line - 1)]
+    return Diagnostic(message, place=place, hints=tuple(_syntax_hints(place.text, error, before)))
 
 
-def _syntax_hints(line: str, error: str) -> Iterator[str]:
+_INLINE = re.compile(r"\s*([\w.\"'-]+)\s*=\s*\{")  # an inline table, with its key
+_STRINGS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
+_CLOSED = "is complete and cannot be extended: write [{0}] and a line for each of its keys"
+_ONE_LINE = "an inline table stays on one line, and has no comma at its end: write [{0}] and a line for each key"
+
+
+def _syntax_hints(line: str, error: str, before: Sequence[str]) -> Iterator[str]:
+    """Yields ways to mend a line of TOML; `before` are the lines above it."""
     bare = re.fullmatch(r"\s*(\S+)\s*=\s*([^\s\"'\[{#][^#\"']*?)\s*(?:#.*)?", line)
-    if "Cannot overwrite" in error or "Cannot declare" in error or "Duplicate" in error:
-        yield "it is set twice: keep one of the two"
+    outside = _STRINGS.sub("", line)
+    inline = _INLINE.match(line)
+    if "Cannot overwrite" in error or "Cannot declare" in error or "Cannot mutate" in error or "Duplicate" in error:
+        names = re.findall(r"[\w-]+", line.partition("=")[0])
+        above = ((number, found[1]) for number, text in enumerate(before, 1) if (found := _INLINE.match(text)))
+        closed = next(((number, key) for number, key in above if key.split(".") == names[: key.count(".") + 1]), None)
+        if closed and len(names) > closed[1].count(".") + 1:
+            yield f"the inline table `{closed[1]}` of line {closed[0]} {_CLOSED.format(closed[1])}"
+        else:
+            yield "it is set twice: keep one of the two"
+    elif re.search("[\u201c\u201d\u201e\u2018\u2019\xab\xbb]", outside):  # curly and angled ones
+        yield "TOML has straight quotes: \"text\" or 'text'"
+    elif line.lstrip()[:1] == "{" and not "".join(before).strip():
+        yield 'this looks like JSON; a recipe is TOML: write [train] and lines such as length = "5ep"'
+    elif inline and (outside.count("{") > outside.count("}") or re.search(r",\s*\}", outside)):
+        yield _ONE_LINE.format(inline[1])
+    elif "\\" in line and re.search("escape|hex|unicode|backslash|Unescaped", error, re.IGNORECASE):
+        yield "in double quotes a backslash begins an escape: write the text in single quotes, or a path with /"
+    elif not bare and (number := re.search(r"(?<![\w.])[-+]?(\.\d+|\d+\.(?!\d))", outside)):
+        yield f"a number needs digits on both sides of its point: {float(number[0])}"
     elif bare and bare[2] in _LOWER_CASE:
         yield f"write {bare[1]} = {_LOWER_CASE[bare[2]]}"
     elif bare and bare[2] in ("None", "null", "nil"):

@@ -246,7 +246,10 @@ class RunFolder:
         close = get_close_matches(run, names, n=1)
         raise UsageError(
             f"there is no run {run!r}: it is neither a run's folder nor the name of a run in {runs}/",
-            hints=[f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}"],
+            hints=[
+                *(["it is a recipe: give the folder of a run, or its name"] if run.endswith(".toml") else []),
+                f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}",
+            ],
         )
 
     # -- life

@@ -269,8 +269,20 @@ def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     from ddpforge.recipe.schema import Resume, resume_policy
 
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    unlike = (key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes))
-    return [key for key in unlike if resume_policy(key) is not Resume.NOT_TRAINING]
+    return [key for key in keys if _differs(key, recipes) and resume_policy(key) is not Resume.NOT_TRAINING]
+
+
+def _differs(key: str, recipes: Sequence[Mapping[str, Any]]) -> bool:
+    """True if runs of the same components have different values of a key: options of another component do not count."""
+    names = key.split(".")
+    tables = [".".join(names[:end]) for end in range(1, len(names))]
+    uses = [f"{table}.use" for table in tables if f"{table}.use" != key]
+    values: dict[tuple[Any, ...], Any] = {}
+    for recipe in recipes:
+        components = tuple(recipe.get(use) for use in uses)
+        if values.setdefault(components, recipe.get(key)) != recipe.get(key):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------- comparison

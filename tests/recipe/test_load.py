@@ -289,6 +289,15 @@ def test_every_value_has_an_origin(load: Load, valid: str, monkeypatch: pytest.M
         (b"[model]\nx =", ":2:4", "a value is missing"),
         (b"x = 1\nx = 2", ":2:6", "it is set twice"),
         (b"x = [1, 2", ":1:10", "is a closing bracket or quote missing?"),
+        (b"train = {\n  length = 1,\n}", ":1:10", "an inline table stays on one line"),
+        (b"train = { length = 1, }", ":1:23", "no comma at its end: write [train] and a line"),
+        (b"a = { use = 1 }\n[a.b.c]\nd = 1", ":2:7", "the inline table `a` of line 1 is complete"),
+        (b"a.b = { use = 1 }\na.b.c = 1", ":2:", "the inline table `a.b` of line 1 is complete"),
+        (b"a = { use = 1 }\na = { use = 2 }", ":2:", "it is set twice"),
+        ("a = { use = \u201cadamw\u201d }".encode(), ":1:13", "TOML has straight quotes"),
+        (b'a = "C:\\Users"', ":1:", "write the text in single quotes, or a path with /"),
+        (b"a = { lr = .003 }", ":1:12", "a number needs digits on both sides of its point: 0.003"),
+        (b'{"recipe": 2}', ":1:1", "this looks like JSON"),
     ],
 )
 def test_an_invalid_file_is_refused_with_the_place_of_the_error(

@@ -110,6 +110,22 @@ def test_differences_list_keys_that_affect_the_result_among_similar_runs(sweep: 
     ]
 
 
+def test_options_of_a_component_are_compared_only_between_runs_of_that_component(tmp_path: Path) -> None:
+    """Regression: one run under another strategy added a column for every option of both strategies."""
+    tables: list[dict[str, Any]] = [
+        {"strategy": {"use": "ddp", "bucket_cap_mb": 25}},
+        {"strategy": {"use": "fsdp", "replicas": 1}},
+        {"strategy": {"use": "fsdp", "replicas": 2}},
+    ]
+    for number, recipe in enumerate(tables):
+        made(tmp_path / f"r{number}", recipe=recipe)
+    assert differences([summarize(folder) for folder in find_runs([tmp_path])]) == [
+        {"strategy.use": "ddp", "strategy.replicas": None},
+        {"strategy.use": "fsdp", "strategy.replicas": 1},
+        {"strategy.use": "fsdp", "strategy.replicas": 2},
+    ]
+
+
 def test_runs_are_filtered_by_state_name_and_recipe(sweep: Path) -> None:
     runs = [summarize(folder) for folder in find_runs([sweep])]
 

@@ -94,7 +94,11 @@ class SearchSpace:
         if not axes:
             raise UsageError(
                 f"no key has several values in {' '.join(words) or 'this sweep'}",
-                hints=["e.g. optimizer.lr=1e-4,1e-3 train.seed=0..4", *_brackets(words)],
+                hints=[
+                    "e.g. optimizer.lr=1e-4,1e-3 train.seed=0..4",
+                    *([f"write a range with two points: {dotted}"] if (dotted := _with_points(words)) else []),
+                    *_brackets(words),
+                ],
             )
         return cls(axes, tuple(fixed))
 
@@ -159,6 +163,13 @@ def _split(text: str) -> Iterator[str]:
             yield text[start:place].strip()
             start = place + 1
     yield text[start:].strip()
+
+
+def _with_points(words: Sequence[str]) -> str:
+    """Returns a setting that has a range with a colon, `lr=1e-3:1e-1`, with two points; "" if there is none."""
+    number = r"[-+]?[\d.]+(?:e[-+]?\d+)?"
+    matches = (re.fullmatch(rf"(.+)=({number}):({number})", word) for word in words)
+    return next((f"{found[1]}={found[2]}..{found[3]}" for found in matches if found), "")
 
 
 def _brackets(words: Sequence[str]) -> list[str]:
