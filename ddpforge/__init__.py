@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
     **dict.fromkeys(("Evaluation", "Prediction"), "ddpforge.app.evaluate"),

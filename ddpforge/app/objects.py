@@ -45,6 +45,25 @@ class Objects(TypedDict, total=False):
     callbacks: Sequence[Any]
 
 
+_ARGUMENTS = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), 'set train.length = "5ep" in the recipe'),
+    **dict.fromkeys(("batch_size", "global_batch"), "set train.global_batch in the recipe"),
+    **dict.fromkeys(("lr", "learning_rate"), "set optimizer.lr in the recipe"),
+    **dict.fromkeys(("metrics", "compute_metrics"), 'set task.metrics = ["accuracy"] in the recipe'),
+    **dict.fromkeys(("loss", "loss_fn", "criterion"), "give the loss as task=…"),
+    **dict.fromkeys(
+        ("train_dataset", "data", "dataset", "train_loader", "train_dataloader"), "give it as train_data=…"
+    ),
+    **dict.fromkeys(("eval_dataset", "val_data", "val_dataset", "test_data", "val_loader"), "give it as eval_data=…"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "give it as schedule=…, a function of the step"),
+    **dict.fromkeys(("callback",), "give a list: callbacks=[…]"),
+}
+
+
+def _meant(name: str) -> list[str]:
+    return [_ARGUMENTS[name]] if name in _ARGUMENTS else []
+
+
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "model": ("model", ("model",)),
     "task": ("task", ("task",)),
@@ -71,7 +90,8 @@ class GivenObjects:
         given = {name: value for name, value in objects.items() if value is not None}
         if unknown := sorted(given.keys() - Objects.__annotations__.keys()):
             raise UsageError(
-                f"`{unknown[0]}` is no object of a run", hints=[f"there are {', '.join(_TABLES)}, callbacks"]
+                f"a run has no argument `{unknown[0]}`",
+                hints=[*_meant(unknown[0]), f"objects: {', '.join(_TABLES)}, callbacks"],
             )
         found = cls({}, {}, {})
         for name, (kind, path) in _TABLES.items():

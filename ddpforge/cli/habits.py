@@ -108,9 +108,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return
     if found := re.search(r"No such command '([^']*)'", error.message):
-        if command in _GROUPS:
-            yield from _of_group(str(command), found[1])
-        elif found[1] in _COMMANDS:
+        if meant := _GROUPS.get(str(command), {}).get(found[1]):
+            yield f"ddpforge {command} {meant}"
+        elif command not in _GROUPS and found[1] in _COMMANDS:
             yield _COMMANDS[found[1]]
         elif found[1].endswith(".toml"):
             yield f"ddpforge run {found[1]}"
@@ -135,12 +135,6 @@ _GROUPS: dict[str, dict[str, str]] = {
     "data": {"ls": "show", "inspect": "show", "preview": "show"},
 }
 """Groups of commands: other words for their commands."""
-
-
-def _of_group(group: str, name: str) -> Iterator[str]:
-    """Yields the command of a group that another word means; else where to see all."""
-    meant = _GROUPS[group].get(name)
-    yield f"ddpforge {group} {meant}" if meant else f"ddpforge {group} --help lists its commands"
 
 
 def _of_option(name: str, command: str) -> Iterator[str]:

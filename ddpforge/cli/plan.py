@@ -85,8 +85,8 @@ def plan(
     """Predict the memory, communication, operations and time of RECIPE on each rank, without using a device.
 
     ddpforge builds the run and simulates one step without other processes, on tensors without values. Memory is that of
-    all live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no budget was given;
-    1 it does not fit: settings that would fit are printed; 2 usage or recipe.
+    all live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no --memory was
+    given; 1 it does not fit: settings that would fit are printed; 2 usage or recipe.
     """
     with gc_paused():
         from ddpforge.components.registry import Registry

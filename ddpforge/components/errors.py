@@ -107,7 +107,7 @@ class MissingObject(PluginError):
         call = "ddpforge.train(recipe, …), load(run, …), evaluate(run, …) and predict(run, …)"
         hints = [f"the {noun} given now is `{name}`" for name in given]
         super().__init__(
-            f"the {noun} `{use}` is an object of Python, and it is not given",
+            f"the run was made with an object of Python as its {noun}, `{use}`, which is not given",
             hints=[*hints, f"give it in Python: {call} take model=, task=, train_data=, eval_data= and others"],
         )
 

@@ -220,7 +220,7 @@ class OptimizerComponent(Component):
         default={}, description="A table for each group of parameters with its own settings, see below."
     )
     updates: Annotated[dict[str, UpdateComponent], Resume.TUNABLE] = Field(
-        default={}, description="A table for each update (alternating update) of the task, see below."
+        default={}, description="A table for each of the task's alternating updates, see below."
     )
     schedules: Annotated[dict[str, Component], Resume.TUNABLE] = Field(
         default={},

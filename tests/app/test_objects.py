@@ -260,7 +260,7 @@ def test_losses_of_torch_are_tasks(task: Any) -> None:
         ),
         ({"train_data": {}}, "train_data is an empty dict", "give a dataset, or a dict of datasets by name"),
         ({"train_data": {"a": {}}}, r"train_data\['a'\] is an empty dict", "give a dataset"),
-        ({"dataset": DATA}, "`dataset` is no object of a run", "train_data, eval_data"),
+        ({"dataset": DATA}, "a run has no argument `dataset`", "give it as train_data"),
     ],
 )
 def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], message: str, hint: str) -> None:
@@ -323,9 +323,12 @@ class Other(Net):
             lambda: ddpforge.load("mine").model(),
             f"model `<object> {__name__}.Net` is an object of Python",
         ),
-        (lambda: ddpforge.load("mine", model=Other()).model(), "is an object of Python, and it is not given"),
+        (lambda: ddpforge.load("mine", model=Other()).model(), "was made with an object of Python as its model"),
         (lambda: ddpforge.load("mine", model=Net(4)).model(), "width = 16, but the object was made with width = 4"),
-        (lambda: ddpforge.evaluate("mine", model=Net()), "the dataset `.*TensorDataset .eval.` is an object of Python"),
+        (
+            lambda: ddpforge.evaluate("mine", model=Net()),
+            "an object of Python as its dataset, `.*TensorDataset .eval.`",
+        ),
         (lambda: ddpforge.train(RECIPE, model=Other(), train_data=DATA, eval_data=DATA), "model.use"),
         (lambda: ddpforge.train(RECIPE, train_data=DATA, eval_data=DATA), "model"),
     ],

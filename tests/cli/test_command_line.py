@@ -123,7 +123,6 @@ def test_a_mistyped_word_gets_a_suggestion(arguments: list[str], hint: str) -> N
         (["upgrade", "r.toml"], "ddpforge recipes upgrade FILE"),
         (["ckpt", "list"], "ddpforge ckpt ls"),
         (["runs", "list"], "ddpforge runs ls"),
-        (["ckpt", "frobnicate"], "ddpforge ckpt --help lists its commands"),
         (["plugins", "new", "loss", "mine"], "a loss is a task, or a function that the recipe names"),
         (["check", "digits", "b.toml"], "one recipe at a time"),
         (["parity", "digits", "--strategies", "ddp", "fsdp"], "separate strategies with commas: --strategies ddp,fsdp"),

@@ -222,7 +222,7 @@ def test_an_endpoint_with_a_port_in_use_is_refused_before_ranks_start(launcher: 
             ["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a", "-n", "1", "--fresh"],
             "would start from scratch",
         ),
-        (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
+        (["--max-time", "5ep"], "--max-time 5ep is not a time with a unit"),
     ],
 )
 def test_invalid_options_for_several_nodes_are_refused(

@@ -50,7 +50,7 @@ def test_stop_file_of_an_earlier_attempt_is_removed(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("text", ["5ep", "100st", "soon", "0s", "-1h", "90"])
 def test_invalid_wall_times_are_rejected(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is no wall time"):
+    with pytest.raises(UsageError, match=r"is not a time with a unit"):
         seconds_of(text)
 
 
