@@ -321,7 +321,7 @@ class Other(Net):
     [
         (
             lambda: ddpforge.load("mine").model(),
-            f"model `<object> {__name__}.Net` is an object of Python",
+            f"an object of Python as its model, `<object> {__name__}.Net`",
         ),
         (lambda: ddpforge.load("mine", model=Other()).model(), "was made with an object of Python as its model"),
         (lambda: ddpforge.load("mine", model=Net(4)).model(), "width = 16, but the object was made with width = 4"),
