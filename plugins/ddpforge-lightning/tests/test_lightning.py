@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ddpforge_lightning.data import LightningData
 from ddpforge_lightning.hooks import ModuleHooks
+from ddpforge_lightning.metric_objects import MetricObjects
 from ddpforge_lightning.module import checked, run_of
 from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
 from ddpforge_lightning.tasks import LightningTask, _recorder
@@ -410,8 +411,8 @@ def test_logged_loss_of_an_evaluation_is_a_mean_also_if_training_declares_a_sum(
 def test_values_that_are_no_numbers_are_refused(value: Any, message: str) -> None:
     logged: dict[str, Any] = {}
     with pytest.raises(UsageError, match=message):
-        _recorder(logged)("a", value)
-    _recorder(logged)("b", torch.ones(1))
+        _recorder(logged, MetricObjects(), {})("a", value)
+    _recorder(logged, MetricObjects(), {})("b", torch.ones(1))
     assert logged["b"][0].shape == ()
 
 
