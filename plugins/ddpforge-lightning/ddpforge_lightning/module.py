@@ -124,7 +124,7 @@ def _described(one: Finding) -> str:
 
 
 def _of_class(module: Any, base: type) -> Iterator[Finding]:
-    """Yields what the class and the attributes of a module show."""
+    """Yields the findings in the class and the attributes of a module."""
     name = type(module).__name__
     if not module.automatic_optimization:
         hint = "return the loss from training_step; several updates per step: write a task with `updates`"
@@ -137,7 +137,7 @@ def _of_class(module: Any, base: type) -> Iterator[Finding]:
 
 
 def _of_source(module: Any, evaluation: str | None = None) -> list[Finding]:
-    """Returns what the source of the steps and hooks shows; certain only in methods that the run calls."""
+    """Returns the findings in the source of the steps and hooks; certain only in methods that the run calls."""
     base = library_class(type(module))
     assert base is not None
     own = type(module).__mro__[: type(module).__mro__.index(base)]

@@ -194,7 +194,7 @@ def findings(
 
     Args:
         own: the classes of the LightningModule that do not belong to Lightning, in the order of methods.
-        methods: names of the methods to read; True for those that every run calls.
+        methods: names of the methods to read; True if every run calls the method.
         known: attributes of the Trainer that ddpforge has.
         metrics: attributes of the module that are metrics.
     """

@@ -182,8 +182,8 @@ def _recorder(
 ) -> Callable[..., None]:
     """Returns a replacement of `self.log`.
 
-    It adds numbers to `logged`, metric objects to `metrics`, and the batch values of those that may be the loss, by
-    their name or as one of `losses`, to `objects`.
+    It adds numbers to `logged`, and metric objects to `metrics`. An object that may be the loss, by its name or as one
+    of `losses`, adds its value of the batch to `objects`.
     """
     import torch
 
