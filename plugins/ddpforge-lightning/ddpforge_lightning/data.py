@@ -99,7 +99,8 @@ def _check_module(module: Any) -> None:
         )
     if found := overridden(type(module), base, _SUPPORTED):
         raise UsageError(
-            f"{type(module).__name__} overrides `{found}`, which a Trainer would call; ddpforge does not",
+            f"{type(module).__name__} overrides {', '.join(f'`{one}`' for one in found)}, which a Trainer would call; "
+            "ddpforge does not",
             hints=["do it in the dataset's __getitem__, or in the training step"],
         )
 

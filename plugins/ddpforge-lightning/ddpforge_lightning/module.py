@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import UsageError
 
+from ddpforge_lightning.source import INDEX, TRAINER, Finding, findings
+
 if TYPE_CHECKING:
     from ddpforge.interfaces import Horizon
     from torch import nn
 
-__all__ = ["HOOKS", "NoBatchIndex", "Run", "checked", "library_class", "overridden", "overrides", "run_of"]
+__all__ = [
+    "HOOKS",
+    "NoBatchIndex",
+    "Run",
+    "checked",
+    "library_class",
+    "others_named",
+    "overridden",
+    "overrides",
+    "run_of",
+    "with_others",
+]
 
 _LIBRARIES = ("pytorch_lightning.", "lightning.pytorch.")
 
@@ -51,13 +65,14 @@ def library_class(kind: type, name: str = "LightningModule") -> type | None:
     return next((base for base in named if base.__module__.startswith(_LIBRARIES)), None)
 
 
-def overridden(kind: type, base: type, supported: Collection[str]) -> str | None:
-    """Returns a method of `base` that `kind` overrides and that is not in `supported`; None if there is none."""
+def overridden(kind: type, base: type, supported: Collection[str]) -> list[str]:
+    """Returns the methods of `base` that `kind` overrides and that are not in `supported`."""
+    found: dict[str, None] = {}
     for owner in kind.__mro__[: kind.__mro__.index(base)]:
         for method in vars(owner):
             if not method.startswith("__") and method not in supported and _is_hook(getattr(base, method, None)):
-                return method
-    return None
+                found[method] = None
+    return [*found]
 
 
 def overrides(module: nn.Module, method: str) -> bool:
@@ -66,8 +81,12 @@ def overrides(module: nn.Module, method: str) -> bool:
     return base is not None and getattr(type(module), method) is not getattr(base, method)
 
 
-def checked(module: nn.Module) -> Any:
-    """Returns `module`; raises UsageError unless it is a LightningModule that trains without a Trainer."""
+def checked(module: nn.Module, evaluation: str | None = None) -> Any:
+    """Returns `module`; raises UsageError unless it is a LightningModule that trains without a Trainer.
+
+    The error has all places that need one, as far as they can be read. `evaluation` is the step of evaluations, if the
+    run has any: "validation_step" or "test_step".
+    """
     base = library_class(type(module))
     if base is None:
         raise UsageError(
@@ -75,22 +94,62 @@ def checked(module: nn.Module) -> Any:
             hints=['write [model] use = "./lit.py:LitNet", the class of your LightningModule'],
             key="model.use",
         )
+    wrong = [*_of_class(module, base), *(one for one in _of_source(module, evaluation) if one.certain)]
+    if wrong:
+        raise with_others(UsageError(_described(wrong[0]), hints=[wrong[0].hint], key="model.use"), module)
+    return module
+
+
+@contextmanager
+def others_named(module: nn.Module) -> Iterator[None]:
+    """Adds the other places of `module` that need a Trainer to the hints of a UsageError from inside."""
+    try:
+        yield
+    except UsageError as error:
+        raise with_others(error, module) from error.__cause__
+
+
+def with_others(error: UsageError, module: nn.Module) -> UsageError:
+    """Returns `error`, with a hint for each other place of `module` that needs a Trainer."""
+    base = library_class(type(module))
+    for one in [*_of_class(module, base), *_of_source(module)] if base else []:
+        line = f"also: {_described(one)}: {one.hint}"
+        if one.what not in error.message and line not in error.hints:
+            error.hints = (*error.hints, line)
+    return error
+
+
+def _described(one: Finding) -> str:
+    return f"{one.what} ({one.place})" if one.place else one.what
+
+
+def _of_class(module: Any, base: type) -> Iterator[Finding]:
+    """Yields the findings in the class and the attributes of a module."""
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise UsageError(
-            f"{name} optimizes manually (automatic_optimization = False)",
-            hints=["return the loss from training_step", "several updates per step: write a task with `updates`"],
-            key="model.use",
-        )
+        hint = "return the loss from training_step; several updates per step: write a task with `updates`"
+        yield Finding(f"{name} optimizes manually (automatic_optimization = False)", hint, "", True)
     if not overrides(module, "training_step"):
-        raise UsageError(f"{name} has no training_step", hints=["return the loss there"], key="model.use")
-    if method := overridden(type(module), base, _SUPPORTED):
-        raise UsageError(
-            f"{name} overrides `{method}`, which a Trainer would call; ddpforge does not",
-            hints=[_MENDS.get(method, "move it to a callback of ddpforge, and remove it from the module")],
-            key="model.use",
-        )
-    return module
+        yield Finding(f"{name} has no training_step", "return the loss there", "", True)
+    for method in overridden(type(module), base, _SUPPORTED):
+        hint = _MENDS.get(method, "move it to a callback of ddpforge, and remove it from the module")
+        yield Finding(f"{name} overrides `{method}`, which a Trainer would call; ddpforge does not", hint, "", True)
+
+
+def _of_source(module: Any, evaluation: str | None = None) -> list[Finding]:
+    """Returns the findings in the source of the steps and hooks; certain only in methods that the run calls."""
+    base = library_class(type(module))
+    assert base is not None
+    own = type(module).__mro__[: type(module).__mro__.index(base)]
+    called = {"training_step", *_FIT}
+    if evaluation:
+        called |= {evaluation, *(f"on_{evaluation.removesuffix('_step')}_{when}" for when in _WHEN)}
+    names = ("training_step", *_FIT, "configure_optimizers", "validation_step", "test_step", *sorted(HOOKS - {*_FIT}))
+    methods = {name: name in called for name in names}
+    library = sys.modules.get("torchmetrics")
+    kinds = (library.Metric, library.MetricCollection) if library else ()
+    metrics = [name for name, one in module.named_children() if isinstance(one, kinds)]
+    return findings(own, methods, [name for name in dir(Run) if not name.startswith("_")], metrics)
 
 
 def _is_hook(inherited: object) -> bool:
@@ -105,9 +164,13 @@ class Run:
     schedules set, e.g. "lr" and "beta1"; `table` their values of each group at each step, as soon as these are known.
     """
 
+    # Without a `__dict__`: the search for values that no checkpoint holds does not look into it.
+    __slots__ = ("_epoch", "evaluates", "horizon", "scheduled", "step", "table")
+
     def __init__(self) -> None:
         self.horizon: Horizon | None = None
         self.step = 0
+        self.evaluates = False  # whether the methods of evaluations are checked
         self._epoch: int | None = None
         self.scheduled: set[str] = set()
         self.table: dict[str, list[list[float]]] | None = None
@@ -179,6 +242,24 @@ class Run:
             )
         return self.step // self.horizon.steps_per_epoch if self._epoch is None else self._epoch
 
+    def lengths(self) -> dict[str, int | None]:
+        """Returns the step, and the lengths of the run and of its epochs, for a checkpoint."""
+        horizon = self.horizon
+        return {
+            "step": self.step,
+            "total": horizon.total if horizon else None,
+            "steps_per_epoch": horizon.steps_per_epoch if horizon else None,
+        }
+
+    def restore(self, lengths: Mapping[str, Any]) -> None:
+        """Restores the result of `lengths`. An evaluation without training is in the epoch of the newest step."""
+        self.step = lengths["step"]
+        if self.horizon is None and (epoch := lengths["steps_per_epoch"]):
+            from ddpforge.interfaces import Horizon
+
+            self.horizon = Horizon(total=lengths["total"], steps_per_epoch=epoch)
+            self._epoch = max(0, self.step - 1) // epoch
+
     @contextmanager
     def in_epoch(self, epoch: int | None) -> Iterator[None]:
         """Sets `current_epoch` inside, for hooks after the last step of an epoch; None changes nothing."""
@@ -194,8 +275,7 @@ class Run:
         raise UsageError(
             f"the LightningModule reads `{name}` of its Trainer, and ddpforge has no Trainer",
             hints=[
-                "it may read max_epochs, max_steps, estimated_stepping_batches, num_training_batches, current_epoch, "
-                "global_step, world_size, global_rank and is_global_zero",
+                TRAINER,
                 "self.optimizers() and self.lr_schedulers() read others: the column `lr` has the rate of each row",
             ],
             key="model.use",
@@ -208,14 +288,14 @@ def run_of(module: Any, horizon: Horizon | None = None) -> Run:
     if not isinstance(run, Run):
         run = module.trainer = Run()
     if horizon not in (None, run.horizon):
-        run.horizon, run.table = horizon, None
+        run.horizon, run.table, run._epoch = horizon, None, None
     return run
 
 
 def _refuse_index(self: object, *_: object) -> Any:
     raise UsageError(
         "the LightningModule reads `batch_idx`, and a batch has no number in ddpforge",
-        hints=["remove the condition: ddpforge logs at the steps in track.every"],
+        hints=[INDEX],
         key="model.use",
     )
 

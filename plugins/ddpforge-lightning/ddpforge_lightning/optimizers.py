@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import UsageError
 
-from ddpforge_lightning.module import Run, checked, overrides, run_of
+from ddpforge_lightning.module import Run, checked, others_named, overrides, run_of
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Horizon, Schedule
@@ -116,7 +116,13 @@ def _configured(model: nn.Module) -> tuple[Optimizer, list[_Timed]]:
             hints=['write it, or name an optimizer: optimizer.use = "adamw"'],
             key="optimizer.use",
         )
-    optimizers, schedulers = _parts(module.configure_optimizers())
+    with others_named(module):
+        return _read(module.configure_optimizers())
+
+
+def _read(returned: Any) -> tuple[Optimizer, list[_Timed]]:
+    """Returns the optimizer and the schedulers of a result of `configure_optimizers`."""
+    optimizers, schedulers = _parts(returned)
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers returns {len(optimizers)} optimizers; ddpforge takes one",
@@ -163,7 +169,7 @@ def _timed(given: Any) -> _Timed:
         raise UsageError(f"the lr_scheduler config has an unknown key `{unknown[0]}`", key="schedule")
     if isinstance(config["scheduler"], ReduceLROnPlateau):
         raise UsageError(
-            "configure_optimizers returns ReduceLROnPlateau, which is no function of the step",
+            "configure_optimizers returns ReduceLROnPlateau, which depends on a metric, not on the step",
             hints=['return the optimizer alone, and write [callbacks.plateau] use = "reduce_on_plateau"'],
             key="schedule",
         )

@@ -6,9 +6,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from ddpforge.interfaces import Callback, StepInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import classification
 
 
 class LitNet(pl.LightningModule):
@@ -93,6 +95,52 @@ class LitHooks(LitNet):
 
     def on_fit_end(self) -> None:
         self.note("fit_end")
+
+
+class LitMetrics(LitNet):
+    """Logs objects of torchmetrics in every form of Lightning's documentation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.train_acc = classification.MulticlassAccuracy(3)  # a mean over classes, not over samples
+        self.f1 = classification.MulticlassF1Score(3)
+        self.auroc = nn.ModuleDict({"exact": classification.MulticlassAUROC(3)})
+        self.peak = torchmetrics.MaxMetric()
+        self.both = torchmetrics.MetricCollection(
+            {"precision": classification.MulticlassPrecision(3), "recall": classification.MulticlassRecall(3)},
+            prefix="val_",
+        )
+        self.kappa = classification.MulticlassCohenKappa(3)
+        self.classes = torchmetrics.ClasswiseWrapper(classification.MulticlassRecall(3, average=None), prefix="val_")
+        self.ratio = self.both["precision"] / self.both["recall"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.train_acc(logits, batch[1])
+        self.log("train_acc", self.train_acc, on_step=True, on_epoch=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.log("val_loss", F.cross_entropy(logits, y))
+        self.f1(logits, y)
+        self.log("val_f1", self.f1, on_step=False, on_epoch=True, prog_bar=True)
+        self.auroc["exact"].update(logits.softmax(1), y)
+        self.peak.update(logits.max())
+        self.log_dict({"val_auroc": self.auroc["exact"], "val_peak": self.peak})
+        self.both.update(logits, y)
+        self.log_dict(self.both)
+        self.kappa(logits, y)
+        self.classes.update(logits, y)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_kappa", self.kappa.compute())
+        self.log("val_error", 1 - self.kappa.compute())
+        self.log("val_number", self.kappa.compute().item())
+        self.log_dict(self.classes.compute())
+        self.kappa.reset()
+        self.classes.reset()
 
 
 class PointsModule(pl.LightningDataModule):

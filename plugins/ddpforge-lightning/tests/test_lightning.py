@@ -1,16 +1,19 @@
 """LightningModules under ddpforge compared with Lightning's own Trainer; modules and recipes that are refused."""
 
 import importlib
+import inspect
 import json
 import subprocess
 from pathlib import Path
 from shutil import copy
 from typing import Any
 
+import ddpforge
 import lit
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Horizon
 from ddpforge.testing.ranks import run_ddpforge
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ddpforge_lightning.data import LightningData
 from ddpforge_lightning.hooks import ModuleHooks
+from ddpforge_lightning.metric_objects import MetricObjects
 from ddpforge_lightning.module import checked, run_of
 from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
 from ddpforge_lightning.tasks import LightningTask, _recorder
@@ -410,8 +414,8 @@ def test_logged_loss_of_an_evaluation_is_a_mean_also_if_training_declares_a_sum(
 def test_values_that_are_no_numbers_are_refused(value: Any, message: str) -> None:
     logged: dict[str, Any] = {}
     with pytest.raises(UsageError, match=message):
-        _recorder(logged)("a", value)
-    _recorder(logged)("b", torch.ones(1))
+        _recorder(logged, MetricObjects(), {})("a", value)
+    _recorder(logged, MetricObjects(), {})("b", torch.ones(1))
     assert logged["b"][0].shape == ()
 
 
@@ -419,6 +423,205 @@ def test_module_of_the_package_lightning_is_accepted() -> None:
     other = pytest.importorskip("lightning.pytorch")
     kind = type("Other", (other.LightningModule,), {"training_step": lambda self, batch, batch_idx: None})
     assert checked(kind()).automatic_optimization
+
+
+class Trainers(lit.LitNet):
+    """Needs a Trainer in many places."""
+
+    def shared(self, batch: Any, number: int) -> Any:
+        if number % 10 == 0:
+            self.print(self.trainer.datamodule)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.shared(batch, batch_idx)
+        if not torch.isfinite(loss):
+            return None
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        return loss * rate
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logger.experiment.add_scalar("x", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("x", 1.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("y", 1.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.layers[0].parameters())
+        second = torch.optim.Adam(self.layers[2].parameters())
+        return [first, second], [torch.optim.lr_scheduler.ReduceLROnPlateau(first)]
+
+
+PLACES = (
+    "overrides `on_before_optimizer_step`",
+    "overrides `optimizer_zero_grad`",
+    "reads `number`, and a batch has no number",
+    "reads `datamodule` of its Trainer",
+    "reads `optimizers` of its Trainer",
+    "training_step returns None",
+    "reads `logger` of its Trainer",
+    "logs in on_validation_epoch_end, and has no metric objects",
+    "logs in on_train_epoch_end",
+    "returns 2 optimizers",
+    "has ReduceLROnPlateau",
+)
+
+
+def test_all_places_that_need_a_trainer_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="overrides") as caught:
+        checked(Trainers())
+    text = " ".join((caught.value.message, *caught.value.hints))
+    assert [place for place in PLACES if text.count(place) != 1] == []
+    line = inspect.getsourcelines(Trainers.shared)[1] + 1
+    assert f"(test_lightning.py:{line})" in text
+
+
+def test_places_in_branches_that_may_not_be_reached_are_no_error() -> None:
+    class Debug(lit.LitNet):
+        debug = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.debug:
+                print(self.trainer.datamodule, batch_idx + 1)
+            if self.debug and self.logger:
+                return super().training_step(batch, batch_idx) + batch_idx
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainer.datamodule  # the run may have no evaluation
+
+    module = Debug()
+    assert checked(module) is module
+    with pytest.raises(UsageError, match="reads `datamodule` of its Trainer"):
+        checked(module, "validation_step")
+
+
+def test_error_of_a_step_names_the_other_places() -> None:
+    class Two(lit.LitNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for _ in range(1):
+                print(self.trainer.datamodule)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return plateau(self), torch.optim.lr_scheduler.ReduceLROnPlateau
+
+    module, task, data = Two(), LightningTask(), lit.Points(8)
+    task.start(module, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="reads `datamodule`") as caught:
+        task.loss(module, (data.x, data.y))
+    assert any(one.startswith("also: configure_optimizers has ReduceLROnPlateau (test_") for one in caught.value.hints)
+
+
+def test_epoch_of_an_evaluation_is_that_of_the_checkpoint(bench: Bench) -> None:
+    bench.write(form="list")
+    edit_file(bench.folder / "run.toml", "LitNet", "LitHooks")
+    done = bench("run", "run.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no checkpoint holds" not in done.stdout + done.stderr
+    called = (bench.folder / "called").read_text().splitlines()
+    in_training = [line for line in called if line.startswith("validation_epoch_end")]
+    assert in_training == [f"validation_epoch_end {epoch} {10 * (epoch + 1)}" for epoch in range(4)]
+    for step in (40, 30):
+        (bench.folder / "called").unlink()
+        done = bench("eval", "runs/run", "--step", str(step))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (bench.folder / "called").read_text().splitlines() == [f"validation_epoch_end {step // 10 - 1} {step}"]
+
+
+def logs_with_batch_size(size: int) -> Any:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+        self.log("weighted", batch[0].sum(), batch_size=size if len(batch[0]) == 4 else 7)
+
+    return type("Weighted", (lit.LitNet,), {"validation_step": validation_step})
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_mean_of_a_logged_value_is_weighted_by_its_batch_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", **options)
+    module = logs_with_batch_size(size)(form="list")
+    (theirs,) = trainer.validate(module, DataLoader(lit.Points(21, 2), 4), verbose=False)
+    module = logs_with_batch_size(size)(form="list", lr=1e-12)
+    recipe = {
+        "recipe": 2,
+        "name": "run",
+        "task": {"use": "lightning"},
+        "optimizer": {"use": "lightning"},
+        "train": {"length": "1st", "global_batch": 8, "eval_batch": 4},
+    }
+    run = ddpforge.train(recipe, model=module, train_data=lit.Points(), eval_data=lit.Points(21, 2))
+    assert run.status["metrics"]["eval/weighted"] == pytest.approx(theirs["weighted"], rel=1e-6)
+    assert run.status["metrics"]["eval/val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+
+
+SPLIT = """
+
+class Numbered(Points):
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index], index
+
+
+class Split(PointsModule):
+    def setup(self, stage: str) -> None:
+        self.train, self.val, self.test = random_split(Numbered(80), [50, 20, 10])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, 8)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.test, 4)
+
+
+class LitSeen(LitNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("train", batch)
+        return super().training_step(batch[:2], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("eval", batch)
+        return super().validation_step(batch[:2], batch_idx)
+
+    def note(self, name: str, batch: Any) -> None:
+        with Path("seen").open("a") as file:
+            file.write("".join(f"{name} {index}\\n" for index in batch[2].tolist()))
+"""
+
+
+def test_random_parts_of_a_data_module_are_disjoint_although_each_stage_splits_anew(bench: Bench) -> None:
+    bench.write(form="list")
+    edit_file(bench.folder / "lit.py", "import DataLoader,", "import DataLoader, random_split,")
+    with (bench.folder / "lit.py").open("a") as file:
+        file.write(SPLIT)
+    edit_file(bench.folder / "run.toml", "LitNet", "LitSeen")
+    recipe = (bench.folder / "run.toml").read_text()
+    begin, end = recipe.index("[data.train]"), recipe.index("[data.sampler]")
+    tables = [
+        f'[data.{name}]\nuse = "lightning"\nloader = "{loader}"\nof = {{ use = "./lit.py:Split" }}\n'
+        for name, loader in (("train", "train"), ("eval.val", "val"), ("eval.test", "test"))
+    ]
+    (bench.folder / "run.toml").write_text(
+        recipe[:begin] + "".join(tables) + recipe[end:].replace("eval/", "eval/val/")
+    )
+    done = bench("run", "run.toml", "--set", "train.length=1ep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen: dict[str, set[str]] = {"train": set(), "eval": set()}
+    for line in (bench.folder / "seen").read_text().splitlines():
+        seen[line.split()[0]].add(line.split()[1])
+    assert (len(seen["train"]), len(seen["eval"]), len(seen["train"] | seen["eval"])) == (50, 30, 80)
 
 
 # ---------------------------------------------------------------------------------------------- refused optimizers
