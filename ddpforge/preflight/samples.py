@@ -28,7 +28,7 @@ from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.preflight.problems import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
-from ddpforge.training.alternating_updates import tasks_by_update, with_summed_loss
+from ddpforge.training.alternating_updates import UpdateTask, tasks_by_update, with_summed_loss
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
@@ -319,6 +319,7 @@ def _evaluate_update(
 ) -> Mapping[str, float]:
     model, task, beside = copy.deepcopy((model, task, list(beside)))
     model.train(use == "training")
+    (task.task if isinstance(task, UpdateTask) else task).evaluates = use == "evaluation"
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device is not None and place.type != "meta":
         place = torch.device(device)

@@ -297,6 +297,20 @@ def test_a_loss_that_needs_gradients_is_reported_for_evaluations(parts: Callable
     assert "with torch.enable_grad()" in told
 
 
+def test_a_check_computes_the_loss_of_evaluations_for_evaluation_sets(parts: Callable[..., Staged]) -> None:
+    Path("two.py").write_text(
+        CODE
+        + """
+class Two(Odd):
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        return loss * (0 if self.evaluates else 1), outputs
+"""
+    )
+    found = parts("task={use='./two.py:Two', how='sum'}", "data.eval={use='./mine.py:Data'}").evaluate()
+    assert found["eval"].metrics["loss"] == 0 < found["train"].metrics["loss"]
+
+
 def test_a_model_is_called_five_times_before_training(
     parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -538,6 +538,17 @@ def test_epoch_of_an_evaluation_is_that_of_the_checkpoint(bench: Bench) -> None:
         assert (bench.folder / "called").read_text().splitlines() == [f"validation_epoch_end {step // 10 - 1} {step}"]
 
 
+def test_check_finds_mistakes_of_the_validation_step(bench: Bench) -> None:
+    edit(bench, '"val_acc": (', '"val_acc": 1 / (self.trainer.datamodule is None), "val": (')
+    done = bench("check", "run.toml", "--build")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "reads `datamodule` of its Trainer" in done.stderr
+    run = bench("run", "run.toml")
+    assert run.returncode == 2
+    assert "reads `datamodule` of its Trainer" in run.stderr
+    assert "step 1" not in run.stdout + run.stderr
+
+
 def logs_with_batch_size(size: int) -> Any:
     def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
