@@ -384,6 +384,26 @@ def test_every_rank_saves_its_rows_and_their_optimizer_state(ranks: int) -> None
     assert in_ranks(ranks, rank) == [{(region, 0, 1)} for region in regions]
 
 
+def test_a_state_right_after_an_evaluation_has_shards_aliases_and_optimizer_state() -> None:
+    """A forward pass without a backward pass leaves gathered weights in the model."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Matrix, AdamW)
+        training.step(torch.ones(3))
+        with torch.no_grad():
+            training.model(torch.ones(3))
+        state = training.state()
+        part, entry = state.model["w"], state.optimizer["w"]["exp_avg"]
+        return (
+            [(part.region, part.tensor.numel()), (entry.region, entry.tensor.numel())],
+            state.aliases,
+            set(state.model),
+        )
+
+    shards = [(FlatRange(0, 4), 4), (FlatRange(4, 6), 2)]
+    assert in_ranks(2, rank) == [([shard] * 2, {"twin": "w"}, {"w", "mean"}) for shard in shards]
+
+
 def test_a_ddp_state_continues_under_fsdp() -> None:
     def rank(number: int) -> Any:
         whole = Training(DDP(), Matrix, momentum)
