@@ -209,3 +209,36 @@ def test_tensors_with_any_strides_can_be_sent(schedule: str) -> None:
     model = Transposing()
     expected = model.turn(model.view(model.flip(model.begin(torch.ones(2, 2))))).sum().item()
     assert in_ranks(2, action)[schedule == "1F1B"] == [pytest.approx(expected)] * 3
+
+
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_gradients_of_two_pipelines_are_averaged_once(data: str) -> None:
+    """Four ranks are two stages with two pipelines; each weight has three passes with the gradient of one process."""
+
+    def action(rank: int) -> tuple[float, dict[str, float]]:
+        torch.manual_seed(0)
+        strategy = Pipeline(stages=2, data=data)  # type: ignore[arg-type]
+        set_up(strategy)
+        held = strategy.wrap(Chain(), ())
+        replica: Any = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
+        # Pipelines see different inputs: of 1 and of 3, as much as 2 for both.
+        ones = [Pass(batch=torch.full((2, 2), 1.0 + 2 * replica.world.dp_ranks.rank), seed=lambda: None)] * 3
+        list(replica.run_microbatches(ones, lambda module, one: (total(module, one.batch), None), trains=True))
+        norm = replica.step().item()
+        shards = replica.weights.shards()
+        return norm, {name: float(part.tensor.sum()) / (2 if data == "ddp" else 1) for name, part in shards.items()}
+
+    torch.manual_seed(0)
+    plain = Chain()
+    (3 * total(plain, torch.full((2, 2), 2.0))).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+    SGD(plain.parameters(), lr=0.1).step()
+    found = in_ranks(4, action)
+    assert [one for one, _ in found] == pytest.approx([norm] * 4, rel=1e-5)
+    sums: dict[str, float] = {}
+    for _, weights in found:
+        for name, value in weights.items():
+            sums[name] = sums.get(name, 0.0) + value
+    assert sums == pytest.approx(
+        {name: float(p.detach().sum()) for name, p in plain.named_parameters()}, rel=1e-5, abs=1e-6
+    )

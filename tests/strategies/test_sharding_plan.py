@@ -83,6 +83,14 @@ def test_the_plan_of_gpt_splits_these_weights() -> None:
     }
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_module_has_the_first_style_that_matches_its_name(order: int) -> None:
+    styles = {"blocks.0.up": "replicated", "blocks.*.up": "colwise"}
+    plan = dict([*styles.items()][::order]) | {"blocks.*.down": "replicated"}
+    first = next(iter(plan.values()))
+    assert plan_of(Blocks(), plan).styles["blocks.0.up"].word == first
+
+
 def test_styles_of_transformers_plans_are_supported() -> None:
     class Theirs(nn.Module):
         def __init__(self) -> None:
@@ -223,3 +231,11 @@ def test_invalid_plans_are_refused(build: Any, plan: Any, options: Any, said: st
 def test_unsupported_styles_of_transformers_plans_are_refused(word: str) -> None:
     said = refused(UsageError, lambda: plan_of(Blocks(), {"blocks.*.up": word}))
     assert f'has the style "{word}", which tensor parallelism does not have' in said
+
+
+def test_heads_of_each_part_of_a_joint_weight_must_divide_among_ranks() -> None:
+    """Queries, keys and values have 4 heads each: 12 heads divide by 3, but no rank would have whole heads of each."""
+    message = refused(UsageError, lambda: plan_of(gpt(heads=4, width=12), ranks=3))
+    assert message.startswith("strategy.tensor = 3 does not divide `blocks.0.attention.qkv.")
+    assert "it has 4 heads of 3" in message
+    assert plan_of(gpt(heads=4, width=12), ranks=2).cuts["blocks.0.attention.qkv.weight"].parts == 3

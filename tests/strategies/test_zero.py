@@ -328,6 +328,21 @@ def test_states_are_interchangeable_with_ddp(stage: int) -> None:
 
 
 @stages_1_and_3
+def test_a_partial_state_with_optimizer_state_restores_it(stage: int) -> None:
+    def rank(number: int) -> Any:
+        plain, training = Training(DDP(), Dot, momentum), begin(stage)
+        plain.step(torch.ones(3))
+        kept = saved(plain.state())
+        for _ in range(2):
+            training.step(torch.ones(3))  # the momentum is 1.5 in the end
+        training.replica.load_state(CanonicalState(kept.model, kept.optimizer), partial=True)
+        training.step(torch.ones(3))
+        return parts_of(training)
+
+    assert whole(in_ranks(1, rank)) == {"w": [-2.5] * 3, "v": [-2.5] * 3}
+
+
+@stages_1_and_3
 def test_loading_some_weights_keeps_the_others(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
