@@ -16,6 +16,8 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Pass
 from ddpforge.ranks.heartbeat import current
 from ddpforge.strategies.pipeline import Pipeline
+from ddpforge.strategies.pipeline.segments import Segment
+from ddpforge.strategies.pipeline.stage import StageMicroBatch, StageModule
 
 pytestmark = needs_pipelines
 
@@ -209,6 +211,25 @@ def test_tensors_with_any_strides_can_be_sent(schedule: str) -> None:
     model = Transposing()
     expected = model.turn(model.view(model.flip(model.begin(torch.ones(2, 2))))).sum().item()
     assert in_ranks(2, action)[schedule == "1F1B"] == [pytest.approx(expected)] * 3
+
+
+def test_parts_of_a_model_draw_different_dropout_masks_from_one_seed() -> None:
+    """Also parts of one rank: with the same masks, the units of all layers would be dropped together."""
+
+    def mask(number: int, seed: int) -> list[float]:
+        steps = [Segment("dropout", nn.Dropout(0.5), ())]
+        nothing: list[Any] = []
+        cpu, directly = torch.device("cpu"), lambda take, *x: take(*x)
+        part = StageModule(number, 4, steps, nothing, nothing, cpu, lambda: None, nullcontext, directly)
+        x = torch.ones(1, 32)
+        one = Pass(batch=None, seed=lambda: torch.default_generator.manual_seed(seed) and None)
+        part.micros = [StageMicroBatch(one, ((x,), {}))]
+        found: list[float] = part(*([x] if number else []), number=0).flatten().tolist()
+        return found
+
+    masks = [mask(number, 5) for number in range(3)]
+    assert len({*map(tuple, masks)}) == 3
+    assert mask(1, 5) == masks[1] != mask(1, 6)
 
 
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])

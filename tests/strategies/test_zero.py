@@ -185,7 +185,7 @@ def test_the_loss_is_checked_in_every_backward_pass() -> None:
 
 
 class Perturbing(SGD):
-    """Multi-pass optimizer that records the norms that it receives; `perturb` adds 1."""
+    """Multi-pass optimizer that records the norms that it receives; `perturb` adds the gradient."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__([weight for weight in weights if weight.requires_grad], lr=1.0)
@@ -196,7 +196,7 @@ class Perturbing(SGD):
         self.seen.append(norm)
         for group in self.param_groups:
             for weight in group["params"]:
-                weight.add_(1.0)
+                weight.add_(weight.grad)
 
     def restore(self) -> None: ...
 

@@ -543,7 +543,7 @@ def test_nonfinite_steps_are_found_when_ranks_agree_if_reading_is_expensive() ->
 
 
 @pytest.mark.usefixtures("_norms_are_expensive_to_read", "_rare_agreements")
-@pytest.mark.parametrize("due", ["save", "evaluation", "end"])
+@pytest.mark.parametrize("due", ["save", "evaluation", "end", "end without evaluation"])
 def test_weights_after_a_nonfinite_step_are_neither_saved_nor_evaluated(due: str) -> None:
     loop = Loop(
         steps=9,
@@ -551,7 +551,8 @@ def test_weights_after_a_nonfinite_step_are_neither_saved_nor_evaluated(due: str
         track="100st",
         checkpoint={"every": "4st" if due == "save" else "100st"},
         train={"eval_every": "4st" if due == "evaluation" else "100st"},
-        callbacks={"watch": Watcher(until=4)} if due == "end" else {},
+        callbacks={"watch": Watcher(until=4)} if due.startswith("end") else {},
+        evaluation="without" not in due,
     )
     loop.trainer.consensus.every = 1000
     with pytest.raises(Diverged, match="the gradient of step 4"):
@@ -692,6 +693,7 @@ def test_a_resumed_run_continues_from_its_checkpoint() -> None:
     assert (progress.step, progress.samples, progress.seconds, progress.nonfinite_steps) == (4, 4, 5.0, 1)
     assert progress.skipped_steps == {2}
     assert watcher.taken == {"n": 3}
+    assert loop.trainer._shows.step == 4, "what is shown before the next step belongs to this one"
     assert loop.replica.loop == {"scale": 2.0}
     assert loop.model.w.item() == 7.0  # type: ignore[union-attr, operator]
     loop.fit()
