@@ -239,3 +239,20 @@ def test_the_smallest_micro_batches_of_a_sampler_follow_from_its_first_steps() -
     assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
     assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
     assert opened(ORDERS["batch_size_warmup"](), ranks=2).fewest(None) == (0, 0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("name", ["shuffled", "sequential", "bucketed", "balanced", "weighted", "reuse_batches"])
+def test_an_incomplete_last_step_is_dropped_or_kept_by_every_sampler(name: str, drop_last: bool) -> None:
+    """103 samples are eight steps of 12, and 7 more; in each of two epochs."""
+    made: Any = ORDERS[name]
+    given = [drop_last if one is False else one for one in made.args]
+    sampler = made.func(*given, **made.keywords)
+    times = made.keywords.get("times", 1)
+    steps_of_epoch = times * (8 if drop_last else 9)
+    assert sampler.steps_per_epoch == steps_of_epoch
+    for epoch in range(2):
+        chosen = [list(sampler(step)) for step in range(epoch * steps_of_epoch, (epoch + 1) * steps_of_epoch)]
+        assert sorted(map(len, chosen)) == sorted([12] * 8 * times + ([] if drop_last else [7] * times))
+        if name in ("shuffled", "sequential", "bucketed"):
+            assert len({one for step in chosen for one in step}) == (96 if drop_last else 103)
