@@ -413,7 +413,7 @@ def test_every_rank_saves_its_rows_and_their_optimizer_state(ranks: int) -> None
 
 
 def test_a_state_right_after_an_evaluation_has_shards_aliases_and_optimizer_state() -> None:
-    """A forward pass without a backward pass leaves gathered weights in the model."""
+    """Holds after a forward pass without a backward pass, which leaves gathered weights in the model."""
 
     def rank(number: int) -> Any:
         training = Training(FSDP(), Matrix, AdamW)
@@ -614,7 +614,7 @@ def test_integers_are_refused_if_torch_cannot_shard_them(
 
 
 @needs_torch("2.12")
-def test_frozen_integers_beside_trained_weights_do_not_disturb_the_step() -> None:
+def test_frozen_integers_do_not_disturb_the_step_of_trained_weights() -> None:
     class Coded(Dot):
         def __init__(self) -> None:
             super().__init__()

@@ -704,7 +704,7 @@ def test_tensors_inside_vmap_may_be_written() -> None:
 
 
 def test_hidden_weights_are_those_of_forward_until_the_outermost_forward_ends() -> None:
-    """A module may use its weight after it has called another one with a hidden weight."""
+    """Includes a module that uses its weight after it has called another one with a hidden weight."""
 
     class Outer(nn.Linear):
         def __init__(self) -> None:

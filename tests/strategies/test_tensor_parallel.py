@@ -315,7 +315,7 @@ def test_a_whole_weight_with_different_gradients_on_ranks_is_refused_before_the_
 
 
 def test_each_rank_of_a_group_that_shares_layers_has_its_own_copy_of_a_whole_weight() -> None:
-    """The copies divide the writing of a checkpoint: with equal numbers, both ranks would write the same part."""
+    """Checks the numbers by which copies divide the writing of a checkpoint."""
 
     def rank(_: int) -> Any:
         model = Training(FSDP(tensor=2), Halves).state().model

@@ -337,7 +337,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("trained", ["hidden", "hidden weight", "hidden bias", "hidden weight bias"])
 def test_only_trained_tensors_of_the_output_layer_cost_a_gradient(trained: str) -> None:
-    """A gradient of the weight is [V, C] = [50, 16], one of the bias [50]."""
+    """Looks for results of the shape [V, C] = [50, 16], the weight's gradient, and [50], the bias's."""
     torch.manual_seed(0)
     tensors = {"hidden": torch.randn(9, 16), "weight": torch.randn(50, 16), "bias": torch.randn(50)}
     for name in trained.split():
