@@ -315,7 +315,7 @@ def test_a_whole_weight_with_different_gradients_on_ranks_is_refused_before_the_
 
 
 def test_each_rank_of_a_group_that_shares_layers_has_its_own_copy_of_a_whole_weight() -> None:
-    """Checks the numbers by which copies divide the writing of a checkpoint."""
+    """Checks the numbers of the copies, which divide the writing of a checkpoint."""
 
     def rank(_: int) -> Any:
         model = Training(FSDP(tensor=2), Halves).state().model
