@@ -17,7 +17,7 @@ from ddpforge.interfaces import Pass
 from ddpforge.ranks.heartbeat import current
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.pipeline.segments import Segment
-from ddpforge.strategies.pipeline.stage import StageMicroBatch, StageModule
+from ddpforge.strategies.pipeline.stage import StageMicroBatch, StageModule, call_signature
 
 pytestmark = needs_pipelines
 
@@ -263,3 +263,16 @@ def test_gradients_of_two_pipelines_are_averaged_once(data: str) -> None:
     assert sums == pytest.approx(
         {name: float(p.detach().sum()) for name, p in plain.named_parameters()}, rel=1e-5, abs=1e-6
     )
+
+
+def test_inputs_of_another_shape_dtype_or_number_have_another_form() -> None:
+    """Micro-batches of one form run together: activations of the first one set the form of what is sent."""
+
+    def form(batch: Any) -> Any:
+        one = Pass(batch=batch, seed=lambda: None)
+        return call_signature(one, lambda model, given: (model(*given.batch), None)).form
+
+    x = torch.ones(2, 3)
+    others = [(x[:1],), (x.double(),), (x, x), (x, 2), (x, 3), (x, None)]
+    assert len({form((x,)), *map(form, others)}) == 1 + len(others)
+    assert form((x,)) == form((x * 2,))

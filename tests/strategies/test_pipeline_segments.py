@@ -126,6 +126,13 @@ def test_embedding_lookups_cost_nothing_and_a_tied_head_counts() -> None:
     assert begins(model, 2) == ["enter", "blocks.3"]
 
 
+def test_buffers_cost_nothing() -> None:
+    """Only parameters take a multiplication per position."""
+    model = tower(1, 1, 1, 1)
+    model.layers[0].register_buffer("table", torch.zeros(1000))
+    assert begins(model, 2) == begins(tower(1, 1, 1, 1), 2)
+
+
 def test_too_few_steps_are_refused() -> None:
     assert "has 3 steps, too few for 4 parts" in refused(UsageError, lambda: begins(tower(1, 1), 4))
 

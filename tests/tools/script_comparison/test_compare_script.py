@@ -3,14 +3,23 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.launched import Ranks, Zygote
 
 from ddpforge.recipe import load_recipe
-from ddpforge.tools.script_comparison.compare import _other_size, _overrides, _relative, _update
+from ddpforge.tools.script_comparison.compare import (
+    ScriptComparison,
+    _compared,
+    _other_size,
+    _overrides,
+    _relative,
+    _update,
+)
 from ddpforge.tools.script_comparison.record import ScriptStep
 
 PARTS = """
@@ -408,3 +417,38 @@ def test_a_loss_that_is_not_finite_differs_unless_both_are_the_same_infinity(
     reference: float, value: float, difference: float
 ) -> None:
     assert _relative(reference, value) == difference
+
+
+def compared(script: list[ScriptStep], recipe: list[ScriptStep], asked: int = 1) -> ScriptComparison:
+    trained: Any = SimpleNamespace(notes=[], steps=recipe, other_size="", rename={})
+    return _compared(script, trained, asked, 1e-6)
+
+
+@pytest.mark.parametrize(("lr", "differs"), [(0.1, False), (0.1 * (1 + 1e-8), False), (0.1 * (1 + 1e-5), True)])
+def test_another_learning_rate_is_a_difference_even_with_the_same_loss(lr: float, differs: bool) -> None:
+    found = compared([recorded([1.0])], [replace(recorded([1.0]), lr=lr)]).steps[0].parts
+    assert [part.partition(":")[0] for part in found] == (["lr"] if differs else [])
+
+
+def test_a_sum_over_the_samples_of_several_micro_batches_is_divided_once() -> None:
+    found = compared([recorded([3.0, 5.0], [*range(8)])], [recorded([1.0])])
+    assert (found.steps[0].loss, found.steps[0].parts, len(found.notes)) == ((1.0, 1.0), [], 1)
+    assert found.notes[0].startswith("the script's loss is a sum over the samples of a step")
+
+
+def test_losses_of_micro_batches_that_are_not_divided_are_averaged() -> None:
+    found = compared([recorded([0.5, 1.5])], [recorded([1.0])])
+    assert (found.steps[0].loss, found.steps[0].parts) == ((1.0, 1.0), [])
+    assert found.notes[0].startswith("the script adds the gradients of 2 micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("script", "recipe", "notes"),
+    [
+        (3, 3, []),
+        (2, 2, ["the script ended after step 2"]),
+        (3, 1, ["the recipe ended after step 1: see train.length"]),
+    ],
+)
+def test_a_side_that_ends_early_is_noted(script: int, recipe: int, notes: list[str]) -> None:
+    assert compared([recorded([1.0])] * script, [recorded([1.0])] * recipe, asked=3).notes == notes

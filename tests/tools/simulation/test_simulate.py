@@ -22,7 +22,7 @@ from ddpforge.tools.simulation import forecast as forecasts
 from ddpforge.tools.simulation import zero
 from ddpforge.tools.simulation.devices import DEVICES, Seconds, Sent
 from ddpforge.tools.simulation.fake import fake_world
-from ddpforge.tools.simulation.forecast import Forecast, forecast
+from ddpforge.tools.simulation.forecast import Forecast, allowance, forecast
 from ddpforge.tools.simulation.search import Choice, _changes, best
 
 RECIPE = """
@@ -350,6 +350,11 @@ def test_calculated_state_has_gradients_of_trained_weights_only(plan: Plan, tmp_
 )
 def test_a_forecast_fits_up_to_the_last_byte_of_its_budget(needs: int | None, budget: int, fits: bool | None) -> None:
     assert forecast_with(needs=needs, budget=budget).fits is fits
+
+
+def test_a_gpu_needs_a_tenth_more_than_its_tensors_and_its_context() -> None:
+    assert allowance(10 * MIB, None) == 10 * MIB
+    assert allowance(10 * MIB, DEVICES["h100"]) == 11 * MIB + 1536 * MIB
 
 
 def forecast_with(micro_batch: int = 1, **known: Any) -> Forecast:
