@@ -266,7 +266,7 @@ def test_gradients_of_two_pipelines_are_averaged_once(data: str) -> None:
 
 
 def test_inputs_of_another_shape_dtype_or_number_have_another_form() -> None:
-    """Micro-batches of one form run together, because the first activations set the shapes of those that are sent."""
+    """Micro-batches of one form run together, so shapes of activations must follow from the form."""
 
     def form(batch: Any) -> Any:
         one = Pass(batch=batch, seed=lambda: None)
