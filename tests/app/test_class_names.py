@@ -14,11 +14,14 @@ from support.stages import dealt, staged
 from torch.utils.data import ConcatDataset, Subset
 
 import ddpforge
+from ddpforge.app.class_names import with_class_names
 from ddpforge.builtin.datasets.coco import CocoDetection
 from ddpforge.builtin.datasets.folders import CSVTable, ImageFolder
 from ddpforge.builtin.datasets.text import TextClasses
 from ddpforge.builtin.datasets.views import Mixed, Part, TwoViews
 from ddpforge.cli import main
+from ddpforge.components.options import Nested
+from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 from ddpforge.interfaces import class_names_of
 from ddpforge.training.data_names import DataNames
@@ -362,3 +365,22 @@ def test_tasks_refuse_targets_of_the_other_kind_by_the_name_of_the_option(here: 
     regression = RECIPE | {"task": {"use": "regression"}, "model": RECIPE["model"] | {"outputs": 1}}
     (message,) = staged(regression).errors().values()
     assert message == "task regression takes numbers, but the targets of CSVTable are classes: cat, dog, owl"
+
+
+# ---------------------------------------------------------------------------------------------- components
+def nested(**options: Any) -> Nested:
+    given = {"path": "a.csv", "target": "y", **options}
+    return Nested(kind="data", use="csv", options=given, base=Path(), plain={"use": "csv", **given})
+
+
+def test_names_of_the_recipe_stay_and_datasets_in_lists_and_tables_get_those_of_training() -> None:
+    registry, names = Registry.installed(), ["cat", "dog"]
+    assert with_class_names(registry, nested(), names).options["class_names"] == names
+    assert with_class_names(registry, nested(class_names=["owl"]), names).options["class_names"] == ["owl"]
+    assert with_class_names(registry, nested(), []).options.get("class_names") is None
+
+    of = {"list": [nested(), 3], "tuple": (nested(),), "table": {"x": nested()}, "text": "a.csv"}
+    found = with_class_names(registry, nested(**of), names).options
+    inside = [found["list"][0], found["tuple"][0], found["table"]["x"]]
+    assert [one.options["class_names"] for one in inside] == [names] * 3
+    assert (found["list"][1], type(found["tuple"]), found["text"]) == (3, tuple, "a.csv")

@@ -397,8 +397,13 @@ def test_a_model_that_an_interrupted_call_has_changed_is_refused() -> None:
         ddpforge.train(RECIPE, model=model, train_data=DATA, callbacks=[Interrupts()])
     with pytest.raises(UsageError, match="the run would begin with changed weights"):
         ddpforge.train(RECIPE, model=model, train_data=DATA)
-    ddpforge.train(RECIPE, model=Net(), train_data=DATA)
     ddpforge.train(RECIPE, model=model, train_data=DATA, fresh=True)
+
+
+def test_another_model_begins_after_an_interrupted_call() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        ddpforge.train(RECIPE, model=Net(), train_data=DATA, callbacks=[Interrupts()])
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA)
 
 
 def test_a_changed_class_or_loss_is_named_when_a_run_resumes(capfd: pytest.CaptureFixture[str]) -> None:

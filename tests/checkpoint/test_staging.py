@@ -127,6 +127,20 @@ def test_an_update_waits_for_the_thread_that_copies_weights_on_the_host(monkeypa
     assert found == {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
+def test_a_copy_waits_for_the_one_before_even_if_nothing_else_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the same memory."""
+    _, rank_state = named_state()
+    held, copies, events = flatten(rank_state, rank=0, ranks=1).held, Staging(), list[str]()
+    copies.copy(held)
+    copies.wait()
+    memory = copies._bytes
+    copies._copied = SimpleNamespace(result=lambda: events.append("the first copy ends"))  # type: ignore[assignment]
+    monkeypatch.setattr(copies, "_bytes", lambda *given, **named: (events.append("memory"), memory(*given, **named))[1])
+    copies.copy(held)
+    copies.wait()
+    assert events == ["the first copy ends", "memory"]
+
+
 def test_weights_without_optimizer_state_are_copied_before_the_next_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ from ddpforge.builtin.samplers.curricula import Curriculum, Growing
 from ddpforge.builtin.samplers.plain import Sequential, Shuffled
 from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
-from ddpforge.data import Batches, RankShare, open_data
+from ddpforge.data import Batches, RankShare, end_of_epochs, open_data
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import BatchSampler, Duration
 
@@ -39,6 +39,34 @@ class Squares(BatchSampler):
 
     def __call__(self, step: int) -> Sequence[int]:
         return [step * number % 103 for number in range(1, min(step, 5) + 2)]
+
+
+class Uneven(BatchSampler):
+    """Sampler with epochs of 3, 5, 4, 3, 5, 4, … steps."""
+
+    steps_per_epoch = None
+
+    def epoch(self, step: int) -> int:
+        turns, rest = divmod(step, 12)
+        return 3 * turns + (rest >= 3) + (rest >= 8)
+
+    def __call__(self, step: int) -> Sequence[int]:
+        return [step % 103]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 8), (3, 12), (4, 15), (6, 24)])
+def test_epochs_of_different_lengths_end_at_the_step_after_which_the_next_begins(epochs: int, steps: int) -> None:
+    assert end_of_epochs(Uneven(), epochs) == steps
+
+
+def test_orders_with_equal_epochs_or_without_epochs_need_no_search_for_the_end() -> None:
+    assert end_of_epochs(Squares(), 2) is None
+
+    class Endless(BatchSampler):
+        def __call__(self, step: int) -> Sequence[int]:
+            return [step]
+
+    assert end_of_epochs(Endless(), 2) is None
 
 
 UNTIL = Duration(9, "st")
@@ -211,3 +239,20 @@ def test_the_smallest_micro_batches_of_a_sampler_follow_from_its_first_steps() -
     assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
     assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
     assert opened(ORDERS["batch_size_warmup"](), ranks=2).fewest(None) == (0, 0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("name", ["shuffled", "sequential", "bucketed", "balanced", "weighted", "reuse_batches"])
+def test_an_incomplete_last_step_is_dropped_or_kept_by_every_sampler(name: str, drop_last: bool) -> None:
+    """103 samples are eight steps of 12, and 7 more; in each of two epochs."""
+    made: Any = ORDERS[name]
+    given = [drop_last if one is False else one for one in made.args]
+    sampler = made.func(*given, **made.keywords)
+    times = made.keywords.get("times", 1)
+    steps_of_epoch = times * (8 if drop_last else 9)
+    assert sampler.steps_per_epoch == steps_of_epoch
+    for epoch in range(2):
+        chosen = [list(sampler(step)) for step in range(epoch * steps_of_epoch, (epoch + 1) * steps_of_epoch)]
+        assert sorted(map(len, chosen)) == sorted([12] * 8 * times + ([] if drop_last else [7] * times))
+        if name in ("shuffled", "sequential", "bucketed"):
+            assert len({one for step in chosen for one in step}) == (96 if drop_last else 103)

@@ -31,6 +31,10 @@ def test_flags_of_torchrun_for_several_nodes(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_clocks_of_nodes_may_differ_by_the_time_of_all_heartbeats_but_one() -> None:
+    assert (Nodes.of("2", 1, "node01").tolerance, Nodes.of("1:3", 0, "node01").tolerance) == (5 * 8, 2 * 4)
+
+
 def test_watchdog_store_is_at_the_port_after_the_endpoint() -> None:
     assert Nodes.of("2", 1, "node01").store == "node01:29501"
     assert Nodes.of("1:3", 0, "[fe80::1]:7").store == "[fe80::1]:8"

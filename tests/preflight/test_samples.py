@@ -15,6 +15,7 @@ from support.stages import Staged
 from ddpforge import preflight
 from ddpforge.builtin.models.mlp import MLP as _MLP
 from ddpforge.errors import ForgeError
+from ddpforge.preflight import samples
 from ddpforge.training.stages import Chosen
 
 
@@ -324,3 +325,20 @@ def test_a_model_is_called_five_times_before_training(
     monkeypatch.setattr(_MLP, "forward", counted)
     assert told(built) == {}
     assert calls == [8, 4, 4, 8, 8]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_large_model_is_neither_copied_nor_called_before_training(
+    parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    built, calls, forward = parts(MLP % 4), [], _MLP.forward
+    parameters = built.stage.size.all
+
+    def counted(model: _MLP, x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return forward(model, x)
+
+    monkeypatch.setattr(_MLP, "forward", counted)
+    monkeypatch.setattr(samples, "SMALL", parameters if small else parameters - 1)
+    assert samples.check_first_batch(built.stage, built.problems) is small
+    assert bool(calls) is small

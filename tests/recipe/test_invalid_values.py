@@ -1,11 +1,14 @@
 """Invalid values are refused before training, and the error names the key."""
 
+import tomllib
 from collections.abc import Callable
 
 import pytest
 
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe.layers import Layers
+from ddpforge.recipe.toml import Source
 
 Load = Callable[..., LoadedRecipe]
 
@@ -80,3 +83,19 @@ def test_keeping_the_best_by_an_evaluation_metric_needs_an_evaluation_set(load: 
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
     with pytest.raises(RecipeError, match=r"but there is no section \[data\.eval\]"):
         load(text + '[checkpoint]\nkeep = { best = 1, monitor = "eval/loss" }')
+
+
+def test_an_error_inside_an_inline_table_or_an_array_is_at_its_value() -> None:
+    text = '[optimizer]\nbetas = [0.9, 0.99]\ngroups = { head = { lr = "x", parameters = ["a", 7] } }\n'
+    layers = Layers.of(tomllib.loads(text), Source("r.toml", text))
+    wanted = {
+        ("optimizer", "betas", 1): (2, 15),
+        ("optimizer", "groups", "head", "lr"): (3, 26),
+        ("optimizer", "groups", "head", "parameters", 1): (3, 50),
+    }
+    for path, place in wanted.items():
+        origin = layers.origin(path)
+        assert origin.path == path
+        found = origin.place()
+        assert found is not None
+        assert (found.line, found.column) == place, path

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from pydantic.fields import FieldInfo
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
 from ddpforge.runs.changes import recipe_changes, reject_finished, reject_fixed, reject_unknown
+from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.resume import open_folder
 
 OLD = {
     "name": "digits",
@@ -154,3 +157,25 @@ def test_a_key_that_no_recipe_has_cannot_be_allowed_to_change() -> None:
     with pytest.raises(UsageError, match=r"--allow-change model\.widht: the recipe has no such key") as caught:
         reject_unknown(["model.widht"], *recipes)
     assert caught.value.hints[0] == "did you mean `model.width`?"
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "refused"), [("none", False), ("empty", False), ("one", True), ("not mounted", True)]
+)
+def test_a_fixed_change_is_refused_if_the_run_may_have_checkpoints(
+    tmp_path: Path, checkpoints: str, refused: bool
+) -> None:
+    """Includes a link to a disk that is not mounted: its checkpoints would be lost."""
+    folder = RunFolder(tmp_path / "run")
+    before, after = ({"text": "", "resolved": f"[train]\nseed = {seed}\n", "local_files": {}} for seed in (0, 1))
+    folder.create(**before)  # type: ignore[arg-type]
+    if checkpoints == "not mounted":
+        folder.checkpoints.rmdir()
+        folder.checkpoints.symlink_to(tmp_path / "gone")
+    elif checkpoints == "one":
+        (folder.checkpoints / "step-000000001-0000").mkdir(parents=True)
+    elif checkpoints == "none":
+        folder.checkpoints.rmdir()
+    expected = pytest.raises(UsageError, match="these keys must not change") if refused else nullcontext()
+    with ExitStack() as claims, expected:
+        open_folder(folder, after, claims, fresh=False, allow_change=())  # type: ignore[arg-type]

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFile
 from moto.server import ThreadedMotoServer
 from support.forked import in_ranks, refused
 
@@ -307,3 +309,40 @@ def test_a_mirror_with_an_invalid_run_json_counts_as_another_run(tmp_path: Path,
     (tmp_path / "there/run/run.json").write_text(content)
     with pytest.raises(UsageError, match="contains another run"):
         mirror.fetch(fresh=False)
+
+
+@pytest.mark.parametrize("name", ["../evil", "x/../../evil", "checkpoints/../../evil", "checkpoints/.."])
+def test_a_name_in_a_bucket_does_not_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    """Uses fsspec's store in memory: names in it are as free as those in a bucket."""
+    store = fsspec.filesystem("memory")
+    root = f"/{tmp_path.name}-{abs(hash(name)):x}"
+    for file, content in (("run.json", b'{"id": "mine"}'), ("recipe.toml", b"recipe = 2"), (name, b"evil")):
+        store.store[f"{root}/run/{file}"] = MemoryFile(store, f"{root}/run/{file}", content)
+    here = tmp_path / "here"
+    here.mkdir()
+    Mirror(RunFolder(here / "run"), f"memory:/{root}", must=True).fetch(fresh=False)
+    assert {path.name for path in here.iterdir()} == {"run"}
+    assert {path.name for path in (here / "run").rglob("*")} == {"run.json", "recipe.toml", "checkpoints"}
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def failing_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirror:
+    """Returns a mirror that has begun, and cannot be written any more."""
+    _, mirror, _ = mirror_of(tmp_path)
+    mirror.begin()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("the line is down")
+
+    monkeypatch.setattr(mirror, "_copy_all", fails)
+    return mirror
+
+
+def test_a_failed_copy_does_not_hide_the_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError), failing_mirror(tmp_path, monkeypatch):
+        raise ZeroDivisionError
+
+
+def test_a_failed_copy_fails_a_run_that_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="is incomplete: OSError: the line is down"):
+        failing_mirror(tmp_path, monkeypatch).__exit__(None, None, None)

@@ -28,6 +28,16 @@ def test_a_running_status_without_a_process_means_killed(tmp_path: Path) -> None
     assert summarize(folder).state == "killed"
 
 
+@pytest.mark.parametrize("state", ["running", "done", "preempted"])
+def test_a_run_on_another_host_without_locks_has_the_state_of_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """It is unknown whether a process holds the lock: the run is neither called killed nor starting."""
+    folder = made(tmp_path / "a", state=state)
+    monkeypatch.setattr(type(folder), "is_claimed", lambda _: None)
+    assert summarize(folder).state == state
+
+
 def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", state=None)
     assert summarize(folder).state == "new"

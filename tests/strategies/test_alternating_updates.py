@@ -184,3 +184,26 @@ def test_weights_left_gathered_by_an_evaluation_are_frozen_in_an_update() -> Non
         return trained
 
     assert in_ranks(2, action) == [[["a"], ["b"]]] * 2
+
+
+def test_weights_left_gathered_by_an_update_are_not_frozen_after_it() -> None:
+    """Without resharding at its end, the weights of other updates would stay frozen in the gathered form."""
+
+    def action(rank: int) -> Any:
+        training = Training(
+            FSDP(reshard_after_forward=False),
+            lambda: nn.Sequential(Product()),
+            optimizer,
+            blocks=lambda model: [model[0]],
+        )
+        found = []
+        for turn in ("a", "b"):
+            with torch.no_grad(), training.replica.select_update(turn):
+                training.replica.module(torch.ones(2))
+            product = training.replica.unwrapped[0]
+            found.append([type(parameter).__name__ for parameter in product.parameters()])
+            training.model(torch.ones(2))
+            found.append([name for name in ("a", "b") if getattr(product, name).requires_grad])
+        return found
+
+    assert in_ranks(2, action) == [[["DTensor"] * 2, ["a", "b"]] * 2] * 2

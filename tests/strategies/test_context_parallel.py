@@ -56,6 +56,23 @@ def test_attention_and_its_gradients_equal_those_of_the_whole_sequence(ranks: in
         assert max(worst) < 1e-13
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_has_the_dropout_of_the_model(monkeypatch: pytest.MonkeyPatch, causal: bool, dropout: float) -> None:
+    used: list[float] = []
+
+    def attend(q: Tensor, *_: Any, dropout_p: float = 0.0, **__: Any) -> Tensor:
+        used.append(dropout_p)
+        return q
+
+    cut = ContextParallel(Elsewhere(1))
+    monkeypatch.setattr(cut, "_whole", lambda both: both)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    q = torch.zeros(1, 1, 4, 2)
+    cut.attention(q, q, q, causal=causal, dropout=dropout)
+    assert set(used) == {dropout}
+
+
 def test_positions_are_split_once_with_equal_attention_cost() -> None:
     cuts = [ContextParallel(Elsewhere(4, rank)) for rank in range(4)]
     positions = [cut.positions(4, torch.device("cpu")).tolist() for cut in cuts]

@@ -195,6 +195,22 @@ def test_perturb_receives_the_unscaled_gradient_unless_it_is_nonfinite(precision
     assert found == [seen, [0.0, 0.0], scale]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_may_perturb_several_times_before_its_update(precision: str) -> None:
+    """Each pass divides by the loss scale once."""
+
+    def rank(number: int) -> Any:
+        training = Training(DDP(), Dot, Perturbing, precision=precision)
+        for value in (2.0, 4.0, 6.0):
+            training.backward(torch.tensor([value, 0.0]))
+            training.replica.perturb(training.optimizer)
+        norm = training.step(torch.tensor([8.0, 0.0]))
+        assert isinstance(training.optimizer, Perturbing)
+        return [norm for norm, _ in training.optimizer.seen], norm, training.weights()["w"]
+
+    assert in_ranks(1, rank) == [([2.0, 4.0, 6.0], 8.0, [-8.0, 0.0])]
+
+
 # ---------------------------------------------------------------------------------------------- parameters
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_unused_parameters_may_be_allowed(options: dict[str, bool]) -> None:

@@ -20,6 +20,7 @@ from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
 from ddpforge.preflight.static import check_device
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.fsdp.shards import clip_local, rows_of
 from ddpforge.strategies.fsdp.wrap_units import check_shardable
 
 
@@ -258,6 +259,33 @@ def test_accelerators_gather_blocks_in_bf16_by_default(kind: str, precision: str
     assert strategy.gathers_exactly == (gather is None)
 
 
+@pytest.mark.parametrize(("norm", "factor"), [(2.0, 1.0), (4.9, 1.0), (5.0, 1.0), (10.0, 0.5), (50.0, 0.1)])
+def test_clipping_of_shards_never_enlarges_gradients(norm: float, factor: float) -> None:
+    """On a GPU, clipping is also called for a norm below the limit: reading the norm would take time."""
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([1.0, -2.0, 4.0])
+    clip_local([weight], 5.0, torch.tensor(norm))
+    assert weight.grad.tolist() == pytest.approx([factor, -2 * factor, 4 * factor], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "expected"),
+    [
+        (5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),
+        (6, 3, [(0, 2), (2, 4), (4, 6)]),
+        (1, 3, [(0, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_rows_of_a_rank_end_with_the_tensor(rows: int, ranks: int, expected: list[tuple[int, int]]) -> None:
+    class Held(list[int]):
+        def __init__(self, rank: int) -> None:
+            super().__init__(range(rows))
+            self.device_mesh = SimpleNamespace(ndim=1, size=lambda _: ranks, get_local_rank=lambda _: rank)
+
+    held: list[Any] = [Held(rank) for rank in range(ranks)]
+    assert [rows_of(one) for one in held] == expected
+
+
 def test_replicas_clip_by_the_same_norm() -> None:
     """Checks groups that add in another order: the second norm would differ in its last bits."""
 
@@ -382,6 +410,26 @@ def test_every_rank_saves_its_rows_and_their_optimizer_state(ranks: int) -> None
     rows = -(-3 // ranks) * 2
     regions = [FlatRange(at, min(at + rows, 6)) if at < 6 else FlatRange(0, 0) for at in range(0, ranks * rows, rows)]
     assert in_ranks(ranks, rank) == [{(region, 0, 1)} for region in regions]
+
+
+def test_a_state_right_after_an_evaluation_has_shards_aliases_and_optimizer_state() -> None:
+    """Holds after a forward pass without a backward pass, which leaves gathered weights in the model."""
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Matrix, AdamW)
+        training.step(torch.ones(3))
+        with torch.no_grad():
+            training.model(torch.ones(3))
+        state = training.state()
+        part, entry = state.model["w"], state.optimizer["w"]["exp_avg"]
+        return (
+            [(part.region, part.tensor.numel()), (entry.region, entry.tensor.numel())],
+            state.aliases,
+            set(state.model),
+        )
+
+    shards = [(FlatRange(0, 4), 4), (FlatRange(4, 6), 2)]
+    assert in_ranks(2, rank) == [([shard] * 2, {"twin": "w"}, {"w", "mean"}) for shard in shards]
 
 
 def test_a_ddp_state_continues_under_fsdp() -> None:
@@ -563,6 +611,24 @@ def test_integers_are_refused_if_torch_cannot_shard_them(
         return
     message = refused(StrategyError, lambda: check_shardable("codes", codes))
     assert message.startswith(f"parameter `codes` holds integers, which torch {version} cannot shard")
+
+
+@needs_torch("2.12")
+def test_frozen_integers_do_not_disturb_the_step_of_trained_weights() -> None:
+    class Coded(Dot):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.tensor([2, 3, 4], dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w * x * self.codes
+
+    def rank(number: int) -> Any:
+        training = Training(FSDP(), Coded, lambda weights: SGD([w for w in weights if w.requires_grad], lr=1.0))
+        return training.step(torch.ones(3)), training.weights()["w"]
+
+    norm = pytest.approx(29**0.5)
+    assert in_ranks(2, rank) == [(norm, [-2.0, -3.0]), (norm, [-4.0])]
 
 
 class Given(nn.Module):

@@ -91,3 +91,9 @@ def test_sizes_that_do_not_divide_fewer_ranks_are_dropped() -> None:
     assert ParallelDims(tensor=2, replicas=2).fitting(2) == ParallelDims(tensor=2)
     assert ParallelDims(tensor=2, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)
     assert ParallelDims(tensor=2, context=3, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (4, 1), (8, 2), (12, 3)])
+def test_ranks_that_share_samples_are_one_group_of_data_even_if_they_are_too_few(ranks: int, groups: int) -> None:
+    """Batches of a recipe are also planned for fewer ranks than it needs."""
+    assert ParallelDims(tensor=2, context=2).data_ranks(ranks) == groups

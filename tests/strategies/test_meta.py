@@ -72,6 +72,18 @@ def test_the_callback_of_a_module_runs_once_it_is_complete_and_before_later_modu
     assert seen == [("first of inner", 4), ("inner", 2), ("model", 0)]
 
 
+def test_a_module_with_two_parents_is_complete_once() -> None:
+    with torch.device("meta"):
+        shared = nn.Linear(2, 2)
+        model = nn.ModuleList([nn.Sequential(shared, nn.Linear(2, 1)), nn.Sequential(nn.Linear(2, 2), shared)])
+    seen: list[str] = []
+    materialise(
+        model,
+        then={id(shared): lambda _: seen.append("shared"), id(model[1]): lambda _: seen.append("second parent")},
+    )
+    assert seen == ["shared", "second parent"]
+
+
 def test_modules_with_memory_are_unchanged() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = model[0].weight.clone()

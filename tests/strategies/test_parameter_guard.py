@@ -17,7 +17,7 @@ from ddpforge.interfaces import Strategy
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.deepspeed import DeepSpeed
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.parameter_guard import ParameterGuard, check_loss, guarded_forward
+from ddpforge.strategies.parameter_guard import ParameterGuard, PartialWeights, check_loss, guarded_forward
 
 
 class Net(nn.Module):
@@ -62,6 +62,10 @@ def follow(net: Net, x: Tensor) -> None:
 
 def look_up(net: Net, x: Tensor) -> None:
     nn.functional.embedding(torch.tensor([1]), net.layer.weight, max_norm=9.0)
+
+
+def look_up_with_norm_0(net: Net, x: Tensor) -> None:
+    nn.functional.embedding(torch.tensor([1]), net.layer.weight, max_norm=0.0)
 
 
 def put_another(net: Net, x: Tensor) -> None:
@@ -122,6 +126,7 @@ def test_every_torch_operation_that_writes_is_detected(also: Any) -> None:
         (clamp_data, "layer.weight"),
         (renormalise, "layer.weight"),
         (look_up, "layer.weight"),
+        (look_up_with_norm_0, "layer.weight"),
         (copy_all, "layer.weight"),
         (follow, "teacher.bias"),
         (put_another, "teacher.weight"),
@@ -696,3 +701,26 @@ def in_vmap(net: Net, x: Tensor) -> None:
 def test_tensors_inside_vmap_may_be_written() -> None:
     """They have no storage that could be compared with the weights."""
     run(in_vmap)
+
+
+def test_hidden_weights_are_those_of_forward_until_the_outermost_forward_ends() -> None:
+    """Includes a module that uses its weight after it has called another one with a hidden weight."""
+
+    class Outer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1, bias=False)
+            self.inner = nn.Linear(1, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.weight.sum()
+
+    model, partial = Outer(), PartialWeights(["advice"])
+    shards = {model: model.weight, model.inner: model.inner.weight}
+    partial.hide(model, {"weight", "inner.weight"})
+    for number, module in enumerate(shards, 2):  # as FSDP gathers them
+        module.weight = nn.Parameter(torch.full((1, 1), float(number)))
+    with partial.refused():
+        assert all(module.weight is shard for module, shard in shards.items())
+        assert model(torch.ones(1, 1)).item() == 2.0 * 3.0
+        assert all(module.weight is shard for module, shard in shards.items())
+    assert [module.weight.item() for module in shards] == [2.0, 3.0]

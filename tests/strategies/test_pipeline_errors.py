@@ -16,6 +16,8 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Pass
 from ddpforge.ranks.heartbeat import current
 from ddpforge.strategies.pipeline import Pipeline
+from ddpforge.strategies.pipeline.segments import Segment
+from ddpforge.strategies.pipeline.stage import StageMicroBatch, StageModule, call_signature
 
 pytestmark = needs_pipelines
 
@@ -209,3 +211,68 @@ def test_tensors_with_any_strides_can_be_sent(schedule: str) -> None:
     model = Transposing()
     expected = model.turn(model.view(model.flip(model.begin(torch.ones(2, 2))))).sum().item()
     assert in_ranks(2, action)[schedule == "1F1B"] == [pytest.approx(expected)] * 3
+
+
+def test_parts_of_a_model_draw_different_dropout_masks_from_one_seed() -> None:
+    """Also parts of one rank: with the same masks, the units of all layers would be dropped together."""
+
+    def mask(number: int, seed: int) -> list[float]:
+        steps = [Segment("dropout", nn.Dropout(0.5), ())]
+        nothing: list[Any] = []
+        cpu, directly = torch.device("cpu"), lambda take, *x: take(*x)
+        part = StageModule(number, 4, steps, nothing, nothing, cpu, lambda: None, nullcontext, directly)
+        x = torch.ones(1, 32)
+        one = Pass(batch=None, seed=lambda: torch.default_generator.manual_seed(seed) and None)
+        part.micros = [StageMicroBatch(one, ((x,), {}))]
+        found: list[float] = part(*([x] if number else []), number=0).flatten().tolist()
+        return found
+
+    masks = [mask(number, 5) for number in range(3)]
+    assert len({*map(tuple, masks)}) == 3
+    assert mask(1, 5) == masks[1] != mask(1, 6)
+
+
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_gradients_of_two_pipelines_are_averaged_once(data: str) -> None:
+    """Four ranks are two stages with two pipelines; each weight has three passes with the gradient of one process."""
+
+    def action(rank: int) -> tuple[float, dict[str, float]]:
+        torch.manual_seed(0)
+        strategy = Pipeline(stages=2, data=data)  # type: ignore[arg-type]
+        set_up(strategy)
+        held = strategy.wrap(Chain(), ())
+        replica: Any = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
+        # Pipelines see different inputs: of 1 and of 3, as much as 2 for both.
+        ones = [Pass(batch=torch.full((2, 2), 1.0 + 2 * replica.world.dp_ranks.rank), seed=lambda: None)] * 3
+        list(replica.run_microbatches(ones, lambda module, one: (total(module, one.batch), None), trains=True))
+        norm = replica.step().item()
+        shards = replica.weights.shards()
+        return norm, {name: float(part.tensor.sum()) / (2 if data == "ddp" else 1) for name, part in shards.items()}
+
+    torch.manual_seed(0)
+    plain = Chain()
+    (3 * total(plain, torch.full((2, 2), 2.0))).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+    SGD(plain.parameters(), lr=0.1).step()
+    found = in_ranks(4, action)
+    assert [one for one, _ in found] == pytest.approx([norm] * 4, rel=1e-5)
+    sums: dict[str, float] = {}
+    for _, weights in found:
+        for name, value in weights.items():
+            sums[name] = sums.get(name, 0.0) + value
+    assert sums == pytest.approx(
+        {name: float(p.detach().sum()) for name, p in plain.named_parameters()}, rel=1e-5, abs=1e-6
+    )
+
+
+def test_inputs_of_another_shape_dtype_or_number_have_another_form() -> None:
+    """Micro-batches of one form run together, so shapes of activations must follow from the form."""
+
+    def form(batch: Any) -> Any:
+        one = Pass(batch=batch, seed=lambda: None)
+        return call_signature(one, lambda model, given: (model(*given.batch), None)).form
+
+    x = torch.ones(2, 3)
+    others = [(x[:1],), (x.double(),), (x, x), (x, 2), (x, 3), (x, None)]
+    assert len({form((x,)), *map(form, others)}) == 1 + len(others)
+    assert form((x,)) == form((x * 2,))

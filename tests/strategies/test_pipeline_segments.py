@@ -1,5 +1,7 @@
 """Steps that models declare for pipelines, the splits between them, and refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.forked import refused, train
@@ -12,8 +14,8 @@ from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.errors import StrategyError, UsageError
-from ddpforge.strategies.pipeline import Pipeline
-from ddpforge.strategies.pipeline.schedules import SCHEDULES, StageLayout
+from ddpforge.strategies.pipeline import Pipeline, schedules
+from ddpforge.strategies.pipeline.schedules import SCHEDULES, ScheduleKind, StageLayout, schedule_for
 from ddpforge.strategies.pipeline.segments import cut_evenly, cut_where, declared_segments, held_by
 
 pytestmark = needs_pipelines
@@ -124,6 +126,13 @@ def test_embedding_lookups_cost_nothing_and_a_tied_head_counts() -> None:
     assert begins(model, 2) == ["enter", "blocks.3"]
 
 
+def test_buffers_cost_nothing() -> None:
+    """Only parameters take a multiplication per position."""
+    model = tower(1, 1, 1, 1)
+    model.layers[0].register_buffer("table", torch.zeros(1000))
+    assert begins(model, 2) == begins(tower(1, 1, 1, 1), 2)
+
+
 def test_too_few_steps_are_refused() -> None:
     assert "has 3 steps, too few for 4 parts" in refused(UsageError, lambda: begins(tower(1, 1), 4))
 
@@ -132,7 +141,7 @@ def test_the_recipe_may_set_the_split_points() -> None:
     steps = declared_segments(tower(9, 1, 1))
     assert cut_where(steps, ["layers.1", "layers.2"], 3) == [0, 2, 3]
     assert "near it are layers.0" in refused(UsageError, lambda: cut_where(steps, ["layer.0"], 2))
-    for split in (["layers.2", "layers.1"], ["layers.1"]):
+    for split in (["layers.2", "layers.1"], ["layers.1"], ["layers.1", "layers.1"]):
         assert "must name 2 steps" in refused(UsageError, lambda: cut_where(steps, split, 3))  # noqa: B023
 
 
@@ -157,6 +166,16 @@ def test_interleaved_schedules_run_full_rounds_and_then_the_rest() -> None:
         "InterleavedZeroBubble": [6, 2],
         "ZBVZeroBubble": [8],
     }
+
+
+@pytest.mark.parametrize(("micro_batches", "made"), [(1, "GPipe"), (2, "GPipe"), (3, "1F1B"), (4, "1F1B"), (7, "1F1B")])
+def test_fewer_micro_batches_than_stages_run_as_gpipe(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, made: str
+) -> None:
+    monkeypatch.setattr(schedules, "ScheduleGPipe", lambda *given, **options: ("GPipe", given[1]))
+    kind = ScheduleKind(lambda *given, **options: ("1F1B", given[1]))
+    stages: Any = [None]
+    assert schedule_for(StageLayout(0, 3, kind), stages, micro_batches, sum) == (made, micro_batches)
 
 
 # ---------------------------------------------------------------------------------------------- refusals

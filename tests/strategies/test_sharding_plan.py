@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from support.doubles import Elsewhere
 from support.forked import refused
 from torch import nn
 
@@ -14,8 +15,9 @@ from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import FlatRange, TensorShard
 from ddpforge.interfaces.regions import copy, find_gap
 from ddpforge.interfaces.regions import whole as all_of
-from ddpforge.strategies.tensor.sharding_plan import ShardingPlan, resolve
+from ddpforge.strategies.tensor.sharding_plan import ShardingPlan, Style, resolve
 from ddpforge.strategies.tensor.split_spec import SplitSpec
+from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 
 def plan_of(model: Any, given: dict[str, str] | None = None, ranks: int = 2, **options: Any) -> ShardingPlan:
@@ -81,6 +83,14 @@ def test_the_plan_of_gpt_splits_these_weights() -> None:
         "blocks.0.mlp.0.bias": (0, 1),
         "blocks.0.mlp.2.weight": (1, 1),
     }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_module_has_the_first_style_that_matches_its_name(order: int) -> None:
+    styles = {"blocks.0.up": "replicated", "blocks.*.up": "colwise"}
+    plan = dict([*styles.items()][::order]) | {"blocks.*.down": "replicated"}
+    first = next(iter(plan.values()))
+    assert plan_of(Blocks(), plan).styles["blocks.0.up"].word == first
 
 
 def test_styles_of_transformers_plans_are_supported() -> None:
@@ -223,3 +233,58 @@ def test_invalid_plans_are_refused(build: Any, plan: Any, options: Any, said: st
 def test_unsupported_styles_of_transformers_plans_are_refused(word: str) -> None:
     said = refused(UsageError, lambda: plan_of(Blocks(), {"blocks.*.up": word}))
     assert f'has the style "{word}", which tensor parallelism does not have' in said
+
+
+def test_heads_of_each_part_of_a_joint_weight_must_divide_among_ranks() -> None:
+    """Queries, keys and values have 4 heads each: 12 heads divide by 3, but no rank would have whole heads of each."""
+    message = refused(UsageError, lambda: plan_of(gpt(heads=4, width=12), ranks=3))
+    assert message.startswith("strategy.tensor = 3 does not divide `blocks.0.attention.qkv.")
+    assert "it has 4 heads of 3" in message
+    assert plan_of(gpt(heads=4, width=12), ranks=2).cuts["blocks.0.attention.qkv.weight"].parts == 3
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_sequence_is_split_at_exactly_one_module(number: int) -> None:
+    norms = {f"norm{place}": nn.LayerNorm(4) for place in range(2)}
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    plan |= {f"blocks.*.norm{place}": "scatter" for place in range(number)}
+    if number == 1:
+        assert plan_of(Blocks(**norms), plan, sequence=True).owned("scatter") == ["blocks.0.norm0"]
+        return
+    message = refused(UsageError, lambda: plan_of(Blocks(**norms), plan, sequence=True))
+    assert 'needs one module with the style "scatter"' in message
+    assert f"strategy.plan has {number}" in message
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_output_layer_without_weights_needs_exactly_one_embedding_that_is_cut(number: int) -> None:
+    more = {f"table{place}": nn.Embedding(8, 4) for place in range(2)} | {"out": nn.Identity()}
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.out": "colwise_gather_output"}
+    plan |= {f"blocks.*.table{place}": "embedding_rowwise" for place in range(number)}
+    if number == 1:
+        assert plan_of(Blocks(**more), plan).owned("embedding_rowwise") == ["blocks.0.table0"]
+        return
+    message = refused(UsageError, lambda: plan_of(Blocks(**more), plan))
+    assert f'"embedding_rowwise" for {number} embeddings' in message
+
+
+@pytest.mark.parametrize(
+    ("sequence", "modules", "split"),
+    [
+        (False, ["up"], True),
+        (False, ["up", "middle"], True),
+        (False, ["up", "middle", "down"], False),
+        (False, ["up", "middle", "down", "middle"], False),
+        (True, ["first"], True),
+        (True, ["first", "up", "middle", "down"], True),
+        (True, ["first", "up", "last"], False),
+        (True, ["first", "up", "last", "middle"], False),
+        (True, ["up", "down"], False),
+    ],
+)
+def test_activations_stay_split_until_a_module_that_joins_them(sequence: bool, modules: list[str], split: bool) -> None:
+    words = {"first": "scatter", "up": "colwise", "middle": "replicated", "down": "rowwise", "last": "gather"}
+    plan = ShardingPlan({name: Style(word, 1) for name, word in words.items()})
+    ranks: Any = Elsewhere(2)
+    shares = TensorParallel(plan, ranks, torch.device("cpu"), sequence=sequence, logits=None)
+    assert shares.splits_behind(modules) is split

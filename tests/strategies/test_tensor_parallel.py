@@ -314,6 +314,18 @@ def test_a_whole_weight_with_different_gradients_on_ranks_is_refused_before_the_
         )
 
 
+def test_each_rank_of_a_group_that_shares_layers_has_its_own_copy_of_a_whole_weight() -> None:
+    """Checks the numbers of the copies, which divide the writing of a checkpoint."""
+
+    def rank(_: int) -> Any:
+        model = Training(FSDP(tensor=2), Halves).state().model
+        return {name: (part.replica, part.replicas) for name, part in model.items()}
+
+    cut = dict.fromkeys(("up.weight", "up.bias", "down.weight"), (0, 1))
+    whole = ("down.bias", "scale")
+    assert in_ranks(2, rank) == [cut | dict.fromkeys(whole, (number, 2)) for number in range(2)]
+
+
 def test_replicated_with_grad_allreduce_sums_gradients_over_ranks() -> None:
     """Uses a separate module for the weight, because the plan names modules."""
 

@@ -185,7 +185,7 @@ def test_the_loss_is_checked_in_every_backward_pass() -> None:
 
 
 class Perturbing(SGD):
-    """Multi-pass optimizer that records the norms that it receives; `perturb` adds 1."""
+    """Multi-pass optimizer that records the norms that it receives; `perturb` adds the gradient."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__([weight for weight in weights if weight.requires_grad], lr=1.0)
@@ -196,7 +196,7 @@ class Perturbing(SGD):
         self.seen.append(norm)
         for group in self.param_groups:
             for weight in group["params"]:
-                weight.add_(1.0)
+                weight.add_(weight.grad)
 
     def restore(self) -> None: ...
 
@@ -325,6 +325,21 @@ def test_states_are_interchangeable_with_ddp(stage: int) -> None:
     for name, values in {**weights, **moments}.items():
         assert put_together[name] == pytest.approx(values, rel=1e-5), name
     assert found[0][3] == ["frozen", "mean", "v", "w"]
+
+
+@stages_1_and_3
+def test_a_partial_state_with_optimizer_state_restores_it(stage: int) -> None:
+    def rank(number: int) -> Any:
+        plain, training = Training(DDP(), Dot, momentum), begin(stage)
+        plain.step(torch.ones(3))
+        kept = saved(plain.state())
+        for _ in range(2):
+            training.step(torch.ones(3))  # the momentum is 1.5 in the end
+        training.replica.load_state(CanonicalState(kept.model, kept.optimizer), partial=True)
+        training.step(torch.ones(3))
+        return parts_of(training)
+
+    assert whole(in_ranks(1, rank)) == {"w": [-2.5] * 3, "v": [-2.5] * 3}
 
 
 @stages_1_and_3

@@ -120,11 +120,15 @@ class Plain(Replica):
 class Saved:
     """A checkpoint in memory, as a reader of it."""
 
-    def __init__(self, facts: CheckpointMetadata, share: RankState) -> None:
-        self.metadata, self.share = facts, share
+    def __init__(
+        self, facts: CheckpointMetadata, share: RankState, extra_state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.metadata, self.share, self.extra_state = facts, share, extra_state or {}
 
     def state(self) -> CanonicalState[Any]:
-        return CanonicalState(self.share.model, self.share.optimizer, scalars=self.metadata.loop)
+        return CanonicalState(
+            self.share.model, self.share.optimizer, extra_state=self.extra_state, scalars=self.metadata.loop
+        )
 
     def callbacks(self) -> Any:
         return self.share.callbacks

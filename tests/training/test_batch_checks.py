@@ -68,11 +68,20 @@ def test_an_error_that_the_batch_does_not_explain_is_left_alone() -> None:
     raise_if_batch_explains(IndexError("list index out of range"), Words(), torch.ones(2))
 
 
+def test_classes_and_inputs_of_the_right_dtype_do_not_explain_an_error_of_dtypes() -> None:
+    """Simulates a model that mixes dtypes itself."""
+    error = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double")
+    raise_if_batch_explains(error, nn.Linear(4, 3), (torch.ones(2, 4), torch.tensor([0, 1])))
+    with pytest.raises(UsageError, match="part 0 of the batch is int64"):
+        raise_if_batch_explains(error, nn.Linear(4, 3), (torch.ones(2, 4, dtype=torch.int64), torch.tensor([0, 1])))
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
         ((torch.tensor([[1.0], [torch.nan]]), CLASSES), "part 0 (float32 [2, 1]) has NaN in row 1"),
         ({"x": torch.tensor([torch.inf, 1.0])}, "`x` (float32 [2]) has an infinite value in row 0"),
+        ({"x": torch.tensor([[1.0], [torch.inf], [torch.nan]])}, "`x` (float32 [3, 1]) has an infinite value in row 1"),
         ((torch.ones(2, 2), CLASSES), ""),
     ],
 )

@@ -26,3 +26,12 @@ def test_a_request_of_one_rank_applies_to_all_and_saved_requires_all_ranks(saved
 
 def test_the_initial_decision_has_no_requests() -> None:
     assert Decision() == Decision(frozenset(), 0.0, all_saved=False)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "every"), [(0.0, 1000), (1e-6, 1000), (0.001, 1000), (0.25, 4), (0.9, 1), (30.0, 1)]
+)
+def test_steps_between_two_agreements_take_about_a_second_and_are_at_most_a_thousand(
+    seconds: float, every: int
+) -> None:
+    assert Decision(seconds=seconds).every == every

@@ -72,6 +72,15 @@ def test_groups_without_weight_decay_stay_without() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.4]
 
 
+def test_a_factor_of_callbacks_scales_the_rate_and_no_other_scheduled_option() -> None:
+    optimizer = AdamW(weights(), lr=0.2, weight_decay=0.4)
+    remember_initial(optimizer, ["weight_decay", "beta1"])
+    values = {"weight_decay": lambda step: 0.5, "beta1": lambda step: 0.9}
+    Rates(optimizer, {"": lambda step: 0.25}, values).set(3, 0.5)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"][0]) == pytest.approx((0.2 * 0.25 * 0.5, 0.2, 0.9 * 0.9))
+
+
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
@@ -140,3 +149,7 @@ def test_momentum_and_betas_of_one_or_more_are_refused(optimizer: Optimizer, nam
     check_scheduled_values(optimizer, {name: lambda step: 1.0, "weight_decay": lambda step: 9.0}, 20)
     with pytest.raises(UsageError, match=rf"the schedule of {name} raises it from .* at step 1\d, but it must be less"):
         check_scheduled_values(optimizer, {name: lambda step: 1.2 if step > 10 else 1.0}, 20)
+    for total in (1, 20, 100, 1000, 12345):
+        last = total - 1
+        with pytest.raises(UsageError, match=f" at step {last}, but it must be less"):
+            check_scheduled_values(optimizer, {name: lambda step, last=last: 1.2 if step == last else 1.0}, total)

@@ -6,12 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.doubles import Line, Loop, Numbers, Plain, Saved, Sums, noting
+from support.doubles import Clock, Line, Loop, Numbers, Plain, Saved, Sums, noting
 from torch import Tensor, nn
 
 import ddpforge.training.loop
@@ -20,6 +21,7 @@ from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, StepInfo
 from ddpforge.launchers.exit_record import ExitRecords
 from ddpforge.ranks.run_limits import NoLimits
+from ddpforge.ranks.signals import NoData
 from ddpforge.training.cadence import Stopwatch
 
 
@@ -213,6 +215,21 @@ def test_evaluation_time_does_not_count_in_the_speed() -> None:
     assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 5.0})
 
 
+def test_time_of_saving_does_not_count_in_the_speed() -> None:
+    loop = seconds_a_step(Loop(steps=4, batch=5, track="2st", evaluation=False, checkpoint={"every": "1st"}))
+    save = loop.checkpoints.save
+
+    def slow(*given: Any) -> None:
+        loop.clock.now += 100.0
+        save(*given)
+
+    loop.checkpoints.save = slow  # type: ignore[method-assign]
+    loop.fit()
+    speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows}
+    assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 5.0})
+    assert loop.checkpoints.steps() == [1, 2, 3, 4]
+
+
 class Counting(Sums):
     """Each sample has three items."""
 
@@ -222,10 +239,14 @@ class Counting(Sums):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_items_per_second_include_all_data_parallel_ranks(ranks: int) -> None:
-    loop = seconds_a_step(Loop(steps=2, batch=5, task=Counting(), evaluation=False, replica=Plain(ranks)))
+    """Includes rows over one, two and three steps."""
+    replica = Plain(ranks)
+    loop = seconds_a_step(Loop(steps=9, batch=5, task=Counting(), track="3st", evaluation=False, replica=replica))
     loop.fit()
     name = f"train/{Counting.items}_per_second"
-    assert [row[name] for _, row in loop.tracker.rows] == pytest.approx([15.0 * ranks] * 2)
+    assert {step: row[name] for step, row in loop.tracker.rows} == pytest.approx(
+        dict.fromkeys((1, 3, 6, 9), 15.0 * ranks)
+    )
 
 
 class Read:
@@ -440,6 +461,32 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
     loop.trainer.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 7  # detected at the third step, after two callbacks of 6 seconds
+    assert loop.checkpoints.saved[-1].metadata.position["seconds"] == 50.0 + 18.0
+
+
+def test_a_wall_time_run_that_is_stopped_twice_saves_the_time_of_all_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", clock := Clock())
+    spent: list[float] = []
+    newest: Any = None
+    for _ in range(3):
+        loop = Loop(steps=3, length="1h", evaluation=False)
+        if newest:
+            loop.trainer.restore(newest)
+        first = loop.trainer.progress.step
+
+        def pass_time(step: int, first: int = first) -> bool:
+            clock.now += 7.0
+            return step == first + 2
+
+        loop.trainer.callbacks = {"stops": CallbackOf(on_step=lambda info, ends=pass_time: ends(info.step))}
+        loop.trainer._ending = {"on_step": ["stops"], "on_eval": []}
+        loop.fit()
+        newest = loop.checkpoints.saved[-1]
+        spent.append(newest.metadata.position["seconds"])
+        clock.now += 500.0  # between attempts
+    assert spent == [14.0, 28.0, 42.0]
 
 
 # ---------------------------------------------------------------------------------------------- not finite
@@ -496,7 +543,7 @@ def test_nonfinite_steps_are_found_when_ranks_agree_if_reading_is_expensive() ->
 
 
 @pytest.mark.usefixtures("_norms_are_expensive_to_read", "_rare_agreements")
-@pytest.mark.parametrize("due", ["save", "evaluation", "end"])
+@pytest.mark.parametrize("due", ["save", "evaluation", "end", "end without evaluation"])
 def test_weights_after_a_nonfinite_step_are_neither_saved_nor_evaluated(due: str) -> None:
     loop = Loop(
         steps=9,
@@ -504,7 +551,8 @@ def test_weights_after_a_nonfinite_step_are_neither_saved_nor_evaluated(due: str
         track="100st",
         checkpoint={"every": "4st" if due == "save" else "100st"},
         train={"eval_every": "4st" if due == "evaluation" else "100st"},
-        callbacks={"watch": Watcher(until=4)} if due == "end" else {},
+        callbacks={"watch": Watcher(until=4)} if due.startswith("end") else {},
+        evaluation="without" not in due,
     )
     loop.trainer.consensus.every = 1000
     with pytest.raises(Diverged, match="the gradient of step 4"):
@@ -634,7 +682,7 @@ def saved(step: int, **more: Any) -> Saved:
     share = RankState(
         model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
     )  # type: ignore[union-attr, operator]
-    return Saved(CheckpointMetadata(step=step, **facts), share)
+    return Saved(CheckpointMetadata(step=step, **facts), share, {"sgd": {"steps": 7}})
 
 
 def test_a_resumed_run_continues_from_its_checkpoint() -> None:
@@ -645,6 +693,7 @@ def test_a_resumed_run_continues_from_its_checkpoint() -> None:
     assert (progress.step, progress.samples, progress.seconds, progress.nonfinite_steps) == (4, 4, 5.0, 1)
     assert progress.skipped_steps == {2}
     assert watcher.taken == {"n": 3}
+    assert loop.trainer._shows.step == 4, "what is shown before the next step belongs to this one"
     assert loop.replica.loop == {"scale": 2.0}
     assert loop.model.w.item() == 7.0  # type: ignore[union-attr, operator]
     loop.fit()
@@ -672,13 +721,14 @@ def test_state_of_a_different_optimizer_or_callback_is_not_loaded(caplog: pytest
     watcher = Watcher()
     loop = Loop(steps=6, callbacks={"watch": watcher}, optimizer="sgd")
     loop.trainer.restore(saved(3, recipe=recipe))  # type: ignore[arg-type]
-    assert loop.replica.loaded.optimizer == {}
+    assert (loop.replica.loaded.optimizer, loop.replica.loaded.extra_state) == ({}, {})
     assert watcher.taken is None
     assert "optimizer `sgd` starts from scratch: the checkpoint has the state of `adamw`" in caplog.text
     assert "callbacks.watch `watch` starts from scratch: the checkpoint has the state of `other`" in caplog.text
 
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
+    assert loop.replica.loaded.extra_state == {"sgd": {"steps": 7}}
     assert watcher.taken == {"n": 3}
 
 
@@ -913,3 +963,43 @@ def test_the_last_steps_of_a_resumed_run_may_have_no_valid_target() -> None:
     loop = Loop(steps=6, task=Above(1e9), evaluation=False)
     loop.trainer.progress.step = 4
     assert loop.fit() == "done"
+
+
+# ---------------------------------------------------------------------------------------------- a monitor, and no data
+@pytest.mark.parametrize(("monitor", "warned"), [("eval/los", True), ("eval/loss", False)])
+def test_a_monitor_that_no_evaluation_reports_is_logged_with_the_names_that_there_are(
+    monitor: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = {"best": 1, "monitor": monitor, "mode": "min"}
+    Loop(steps=2, train={"eval_every": "1st"}, checkpoint={"keep": keep}).fit()
+    said = [record.getMessage() for record in caplog.records if "no metric is named" in record.getMessage()]
+    assert len(said) == (2 if warned else 0)
+    assert all(f"no metric is named {monitor}, " in one and "eval/loss" in one for one in said)
+
+
+class Dry(Read):
+    """Stream that ends in a stop request after `batches_left` batches."""
+
+    def __init__(self, batches: Any, batches_left: int) -> None:
+        super().__init__(batches)
+        self.batches_left = batches_left
+        self.epochs_of_sources = batches.epochs_of_sources
+
+    def training(self, start: int) -> Iterator[Any]:
+        yield from islice(super().training(start), self.batches_left)
+        raise NoData
+
+
+def test_a_stream_without_data_before_the_first_step_is_an_error_and_saves_nothing() -> None:
+    loop = Loop(steps=6, evaluation=False)
+    loop.trainer.training = Dry(loop.trainer.training, 0)  # type: ignore[assignment]
+    with pytest.raises(NoData, match="no data came"):
+        loop.fit()
+    assert loop.checkpoints.steps() == []
+
+
+def test_a_stream_without_further_data_ends_the_run_as_preempted_and_saves_the_last_step() -> None:
+    loop = Loop(steps=6, evaluation=False)
+    loop.trainer.training = Dry(loop.trainer.training, 2)  # type: ignore[assignment]
+    assert loop.fit() == "preempted"
+    assert loop.checkpoints.steps() == [2]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpforge.ranks import heartbeat
 from ddpforge.training.cadence import Stopwatch
+from ddpforge.training.progress import Progress
 from ddpforge.training.rows import TimeBreakdown
 
 
@@ -132,7 +133,8 @@ class Words(Sums):
 
 
 def test_items_other_than_samples_are_counted_per_second() -> None:
-    loop = Loop(steps=2, batch=4, track="1st", evaluation=False, task=Words())
+    """Each row has the items of its own step; a row over two steps counts these for both."""
+    loop = Loop(steps=4, batch=4, track="2st", evaluation=False, task=Words())
     loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
     update = loop.replica.step
 
@@ -152,3 +154,16 @@ def test_samples_as_items_have_no_separate_column() -> None:
     loop = Loop(steps=1)
     loop.fit()
     assert [name for name in loop.tracker.rows[0][1] if name.endswith("_per_second")] == ["train/samples_per_second"]
+
+
+def test_steps_without_a_target_are_counted_anew_after_a_rollback(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Loop(steps=40).trainer.rows
+    rows.restart(0)
+    rows.take({"?empty": 3.0}, Progress(step=5), 40)
+    rows.restart(4)
+    rows.take({"?empty": 1.0}, Progress(step=8), 40)
+    said = [record.getMessage() for record in caplog.records if "no target counted" in record.getMessage()]
+    assert [one.split(":")[0] for one in said] == [
+        "by step 5 no target counted in 3 of 5 updates",
+        "by step 8 no target counted in 1 of 4 updates",
+    ]

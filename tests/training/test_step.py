@@ -136,6 +136,38 @@ def test_steps_without_items_are_counted() -> None:
     assert (stepper.counts, float(stepper.take_empty()), float(stepper.take_empty())) == (True, 2.0, 0.0)
 
 
+@pytest.mark.parametrize(("elsewhere", "empty"), [(0.0, 1.0), (0.5, 0.0), (1.0, 0.0)])
+def test_a_step_without_items_on_this_rank_counts_as_empty_only_if_no_rank_has_items(
+    elsewhere: float, empty: float
+) -> None:
+    """Items of other ranks may be fractions: sums of weights."""
+    replica = Plain(ranks=2, elsewhere=elsewhere).holding(Line(), IDLE)
+    stepper = Stepper(replica.world, replica, Weighed(), seed=0)
+    batch = micro([3.0], [0.0])
+    stepper.train_step(1, batch, [batch], measure=False)
+    assert float(stepper.take_empty()) == empty
+
+
+def test_only_the_last_micro_batch_of_a_step_is_the_last_pass_of_the_replica() -> None:
+    """Strategies reduce gradients over ranks in the last pass only."""
+    seen: list[bool] = []
+
+    class Looking(Plain):
+        def run_microbatches(self, passes: Any, compute: Any, *, trains: bool) -> Any:
+            return super().run_microbatches((seen.append(one.last) or one for one in passes), compute, trains=trains)
+
+    batches = [micro([1.0], last=number == 2, number=number) for number in range(3)]
+    run(Line(), Weighed(), batches, Looking())
+    assert seen == [False, False, True]
+
+
+def test_the_heartbeat_marks_the_end_of_the_forward_passes_of_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr("ddpforge.training.step.heartbeat.finish_forward", lambda: ends.append("end"))
+    run(Line(), Weighed(), [micro([1.0], last=number == 2, number=number) for number in range(3)])
+    assert ends == ["end"]
+
+
 @pytest.mark.parametrize("measure", [True, False])
 def test_outputs_are_freed_before_the_backward_pass(measure: bool) -> None:
     """In language models the outputs are logits: a tenth of the peak memory."""

@@ -149,14 +149,16 @@ def test_infinite_hang_timeout_disables_the_alarm() -> None:
     assert not job.alarm
 
 
-def test_rank_with_a_heartbeat_while_its_stacks_are_written_is_not_late() -> None:
+@pytest.mark.parametrize("phase", [FORWARD, DATA])
+def test_rank_with_a_heartbeat_while_its_stacks_are_written_is_not_late(phase: int) -> None:
+    """Includes a heartbeat of the same phase of the same step: the next micro-batch."""
     job = Job(2)
     slow, waits = job.ranks
     slow.go(DATA)
     waits.at = waits.at._replace(beats=9)
     waits.go(BACKWARD)
     job.run(80)
-    slow.written = lambda: slow.go(FORWARD)
+    slow.written = lambda: slow.go(phase)
     job.run(2)
     slow.written = lambda: None
     waits.go(BACKWARD)
@@ -211,6 +213,21 @@ def test_rank_whose_device_is_behind_is_reported_if_all_hosts_wait() -> None:
     job.run(85)
     assert [found.ranks for _, found in job.told] == [[2]]
     assert "its device has finished the forward passes of step 7, others those of step 8" in job.told[0][1].sentence
+
+
+def test_rank_that_waits_for_several_ranks_is_not_late_while_one_of_them_is_within_its_limit() -> None:
+    """Rank 1 is beyond the limit of its phase by this rank's settings, but has a longer one of its own."""
+    job = Job(3)
+    waits, slow, saves = job.ranks
+    slow.go(DATA)
+    slow.at = slow.at._replace(hang_timeout=1000.0)
+    saves.go(SAVE)
+    waits.at = waits.at._replace(beats=9)
+    waits.go(BACKWARD)
+    job.run(300)
+    assert not job.alarm
+    job.run(200)  # now the save is late, too
+    assert job.alarm
 
 
 def test_limit_of_a_slower_phase_on_another_rank_applies() -> None:

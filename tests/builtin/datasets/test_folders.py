@@ -294,3 +294,9 @@ def test_parts_are_the_same_for_any_seed_and_ranks(ddpforge: Callable[..., Ranks
     assert {"eval/held_out/accuracy", "eval/train/accuracy"} <= one["metrics"].keys()
     for name in ("eval/held_out/loss", "eval/train/loss"):
         assert one["metrics"][name] == pytest.approx(two["metrics"][name], rel=1e-5)
+
+
+def test_csv_error_after_a_cell_with_line_breaks_has_the_line_of_its_row(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('x,note,y\n1,"a\nb\nc",5\n\n2,d,6\nbad,e,7\n')
+    with pytest.raises(UsageError, match=r"a\.csv:7: 'bad' in column 'x' is not a number"):
+        CSVTable(path=tmp_path / "a.csv", target="y", inputs=["x"])

@@ -19,6 +19,7 @@ from ddpforge.builtin.datasets import images
 from ddpforge.builtin.datasets.coco import CocoDetection
 from ddpforge.builtin.datasets.folders import ImageFolder
 from ddpforge.builtin.datasets.images import open_image, pixels
+from ddpforge.builtin.datasets.listing import LeftOut, files_below
 from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.errors import UsageError
 
@@ -271,3 +272,42 @@ def test_images_that_are_left_out_are_counted_and_named_in_one_warning(
         "1 linked folders (cat/linked); 1 not in the folder of a class (loose.png); 1 not regular files (cat/h.png); "
         "2 with other endings (cat/f.jfif, cat/g.heic)"
     ]
+
+
+def test_tiff_in_which_zero_is_white_is_refused(tmp_path: Path) -> None:
+    """Pillow gives the stored numbers, which would be a negative."""
+    gray(30000, np.uint16).save(tmp_path / "a.tiff", tiffinfo={262: 0})
+    with Image.open(tmp_path / "a.tiff") as stored:
+        assert stored.tag_v2[262] == 0
+    with pytest.raises(UsageError, match="of 16 bits has no known range of values"):
+        open_image(tmp_path / "a.tiff", name="a.tiff", key="path")
+
+
+def test_photo_with_a_preview_is_one_image_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cameras store a smaller copy as a second frame (MPO); the first is the photo."""
+    monkeypatch.setattr(images, "_warned", set())
+    first, second = gray(51, np.uint8), gray(255, np.uint8)
+    first.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[second])
+    with Image.open(tmp_path / "a.jpg") as stored:
+        assert (stored.format, stored.n_frames) == ("MPO", 2)
+    assert pixels(open_image(tmp_path / "a.jpg", name="a.jpg", key="path")).mean().item() == pytest.approx(
+        0.2, abs=0.01
+    )
+    assert caplog.records == []
+
+
+def test_gray_that_a_resize_takes_beyond_its_range_is_cut_to_0_to_1() -> None:
+    image = Image.fromarray(np.array([[-20.0, 0.0], [255.0, 300.0]], np.float32))
+    assert pixels(image, "L").tolist() == [[[0.0, 0.0], [1.0, 1.0]]]
+    assert pixels(image, "RGBA")[3].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.BIN", "a.Tar.GZ"])
+def test_endings_of_files_that_do_not_count_are_found_in_any_case(tmp_path: Path, name: str) -> None:
+    for one in (name, "a.txt"):
+        (tmp_path / one).write_bytes(b"x")
+    left = LeftOut(tmp_path)
+    assert [file.name for file in files_below(tmp_path, left=left, but=(".bin", ".gz"))] == ["a.txt"]
+    assert left.found == {"of a kind that is not read": [name]}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ddpforge.builtin.metrics.classification import Accuracy, Top5, TopK
+from ddpforge.builtin.metrics.confusion import F1, MeanIoU
 from ddpforge.builtin.metrics.regression import MeanAbsoluteError
 from ddpforge.interfaces import Metric
 
@@ -71,3 +72,14 @@ def test_no_gradient_flows_through_a_metric() -> None:
     for total in (Accuracy()(outputs, torch.tensor([0, 1])), MeanAbsoluteError()(outputs, torch.zeros(2, 6))):
         assert isinstance(total.sum, torch.Tensor)
         assert not total.sum.requires_grad
+
+
+@pytest.mark.parametrize(("metric", "value"), [(F1(average="each"), 2 / 3), (MeanIoU(), 1 / 2)])
+@pytest.mark.parametrize("outside", [-1, 7])
+def test_a_target_outside_of_the_classes_is_wanted_by_no_class(metric: Metric, value: float, outside: int) -> None:
+    """Class 0 has one hit and one wrong prediction: F1 is 2 · 1 / (2 + 1), IoU is 1 / 2."""
+    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    total: Any = metric(logits, torch.tensor([0, outside]))
+    assert total.sum.tolist() == [[1.0, 0.0], [2.0, 0.0], [1.0, 0.0]]
+    found: Any = metric.finish(total.sum, total.count)
+    assert (found["0"] if isinstance(found, dict) else found) == pytest.approx(value)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -53,6 +54,14 @@ def test_lora_starts_as_its_base_model_and_trains_only_its_adapters() -> None:
     assert set(trained.values()) == {(4, 16), (48, 4)}
     assert len(trained) == 4
     assert model.vocab_size == 16  # an attribute of the base model, which checks of the data read
+
+
+@pytest.mark.parametrize(("options", "scaling"), [({}, 1.0), ({"rslora": False}, 1.0), ({"rslora": True}, 4.0)])
+def test_rslora_divides_alpha_by_the_root_of_the_rank(options: dict[str, Any], scaling: float) -> None:
+    model = lora(base=gpt(), targets=["qkv"], r=16, alpha=16, **options)
+    found = {name: float(value) for name, value in model.named_buffers() if name.endswith("lora_scaling")}
+    assert len(found) == 2
+    assert set(found.values()) == {scaling}
 
 
 def adapted_layers(model: nn.Module) -> list[str]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,3 +252,38 @@ def test_schedules_without_an_end_need_no_total() -> None:
 def test_schedules_that_do_not_fit_the_run_are_refused(build: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+# ---------------------------------------------------------------------------------------------- warm-up and every kind
+# The rule of what follows a warm-up of W steps: the schedule of a run that is W steps shorter, or the rest of the
+# schedule without warm-up.
+AFTER: dict[str, tuple[Callable[..., Schedule], dict[str, Any], str]] = {
+    "constant": (constant, {}, "shorter"),
+    "linear": (linear, {"min_lr_ratio": 0.1}, "shorter"),
+    "cosine": (cosine, {"min_lr_ratio": 0.1}, "shorter"),
+    "exponential": (exponential, {"gamma": 0.9, "period": st(2)}, "shorter"),
+    "polynomial": (polynomial, {"power": 2.0, "min_lr_ratio": 0.1}, "shorter"),
+    "cosine_restarts": (cosine_restarts, {"period": st(3), "period_factor": 2}, "shorter"),
+    "inverse_sqrt": (inverse_sqrt, {"timescale": st(3)}, "shorter"),
+    "step": (step, {"step_size": st(6)}, "rest"),
+    "milestones": (step, {"milestones": [st(5), st(9)]}, "rest"),
+    "wsd": (wsd, {"decay": st(7), "shape": "1-sqrt"}, "rest"),
+    "hf_linear": (hf_linear, {}, "shorter"),
+    "hf_cosine": (hf_cosine, {"num_cycles": 1.5}, "shorter"),
+}
+
+
+@pytest.mark.parametrize("warmup", [1, 4])
+@pytest.mark.parametrize("name", AFTER)
+def test_a_warmup_rises_to_1_and_delays_the_schedule_of_every_kind(name: str, warmup: int) -> None:
+    make, options, rule = AFTER[name]
+    found = [make(run(20), warmup=st(warmup), **options)(s) for s in range(24)]
+    first = 0 if name.startswith("hf") else 1  # the schedules of Transformers begin with 0
+    assert found[:warmup] == pytest.approx([(s + first) / warmup for s in range(warmup)])
+    assert found[warmup] == pytest.approx(1.0)
+    if rule == "shorter":
+        plain = make(run(20 - warmup), **options)
+        assert found[warmup:] == pytest.approx([plain(s) for s in range(24 - warmup)])
+    else:
+        plain = make(run(20), **options)
+        assert found[warmup:] == pytest.approx([plain(s) for s in range(warmup, 24)])

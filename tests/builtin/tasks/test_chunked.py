@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support.forked import refused
 from support.small_gpt import DDP, RECIPE, train
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
@@ -319,3 +320,33 @@ def test_log_probabilities_in_chunks_have_the_values_and_gradients_of_log_softma
         found[chunked] = each.detach(), hidden.grad, weight.grad, bias.grad
     for mine, theirs in zip(*found.values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Shapes(TorchDispatchMode):
+    """Records the shapes of the results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.made += [tuple(found.shape)] if isinstance(found, Tensor) and not found.is_inference() else []
+        return found
+
+
+@pytest.mark.parametrize("trained", ["hidden", "hidden weight", "hidden bias", "hidden weight bias"])
+def test_only_trained_tensors_of_the_output_layer_cost_a_gradient(trained: str) -> None:
+    """Looks for results of the shape [V, C] = [50, 16], the weight's gradient, and [50], the bias's."""
+    torch.manual_seed(0)
+    tensors = {"hidden": torch.randn(9, 16), "weight": torch.randn(50, 16), "bias": torch.randn(50)}
+    for name in trained.split():
+        tensors[name].requires_grad_()
+    targets = torch.randint(50, (9,))
+    with Shapes() as shapes:
+        loss = chunked_cross_entropy(**tensors, targets=targets, chunk=4, ignore_index=IGNORED, task="x")
+    loss.backward()  # type: ignore[no-untyped-call]
+    made = [shape for shape in shapes.made if shape in ((50, 16), (50,))]
+    assert ((50, 16) in made) is ("weight" in trained)
+    assert ((50,) in made) is ("bias" in trained)
+    assert {name for name, tensor in tensors.items() if tensor.grad is not None} == set(trained.split())

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.segmentation import Segmentation
@@ -63,3 +65,25 @@ def test_sequence_classification() -> None:
     classes = torch.tensor([0, 1, 2, 0])
     loss, _ = task.loss(model, (TOKENS, classes))
     torch.testing.assert_close(loss, expected(model.scores, classes))
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("z_loss", [None, 0.3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_smoothing_ignored_targets_and_z_loss_together_are_the_sum_of_their_formulas(
+    ignored: int, smoothing: float, z_loss: float | None, chunk: int | None
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=7, block_size=8, layers=1, heads=1, width=8)
+    tokens, targets = torch.randint(7, (2, 2, 8))
+    targets[0, :3] = ignored
+    task = LanguageModeling(label_smoothing=smoothing, ignore_index=ignored, z_loss=z_loss, loss_chunk=chunk)
+    loss, _ = task.loss(model, (tokens, targets))
+    logits = model(tokens).float().flatten(0, 1)
+    flat, counts = targets.flatten(), (targets != ignored).flatten()
+    true = logits.log_softmax(-1).gather(1, flat.where(counts, 0)[:, None])[:, 0]
+    rows = -(1 - smoothing) * true - smoothing * logits.log_softmax(-1).mean(-1)
+    rows = rows + (z_loss or 0.0) * logits.logsumexp(-1).square()
+    assert loss.item() == pytest.approx(rows[counts].sum().item(), rel=1e-5)
+    assert task.count((tokens, targets)) == counts.sum()

@@ -1,15 +1,29 @@
 """`ddpforge compare-script`: real scripts, with recipes that train the same, and with recipes that do not."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from support.launched import Ranks, Zygote
+
+from ddpforge.recipe import load_recipe
+from ddpforge.tools.script_comparison.compare import (
+    ScriptComparison,
+    _compared,
+    _other_size,
+    _overrides,
+    _relative,
+    _update,
+)
+from ddpforge.tools.script_comparison.record import ScriptStep
 
 PARTS = """
 import torch
@@ -343,3 +357,129 @@ def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path, zygote: Zygote
     done = zygote.run(["compare-script", "none.py", "moved.toml"], nproc=1, cwd=tmp_path)
     assert done.codes == [2]
     assert "there is no script none.py" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- evaluations of a script
+EVALUATES = LOOP.replace(
+    "        optimizer.step()",
+    """        optimizer.step()
+        with torch.no_grad():
+            for x, y in DataLoader(Points(shift=9), 5, shuffle=True):
+                F.cross_entropy(model.eval()(x), y)
+        model.train()""",
+)
+EVALUATES_WITHOUT_LOADER = NO_LOADER.replace(
+    "    optimizer.step()",
+    """    optimizer.step()
+    with torch.no_grad():
+        model.eval()(data.x[:7], data.y[:7])
+    model.train()""",
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "sets"),
+    [
+        (EVALUATES, []),
+        (EVALUATES_WITHOUT_LOADER, ["-s", "task.use=model_loss", "-s", "model.use=./parts.py:WithLoss"]),
+    ],
+    ids=["loader", "no loader"],
+)
+def test_samples_and_forward_passes_of_an_evaluation_do_not_count(
+    compare: Compare, script: str, sets: list[str]
+) -> None:
+    _, found = compare(script, "--steps", "4", *sets)
+    assert (found["same"], len(found["steps"])) == (True, 4)
+
+
+# ---------------------------------------------------------------------------------------------- parts of a comparison
+def recorded(losses: list[float], indices: list[int] | None = None, **updates: float) -> ScriptStep:
+    return ScriptStep(losses=losses, indices=indices, batch=[], lr=0.1, updates=updates)
+
+
+def test_a_parameter_that_only_one_side_trains_is_named_with_the_side_that_freezes_it() -> None:
+    one, both = recorded([1.0], a=1.0), recorded([1.0], a=1.0, b=1.0)
+    rename = {"a": "a", "b": "b"}
+    assert [*_update(both, one, rename)] == ["update: `b` is not trained in the recipe"]
+    assert [*_update(one, both, rename)] == ["update: `b` is not trained in the script"]
+    assert [*_update(both, both, rename)] == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "global_batch", "samples", "same"),
+    [
+        ([8, 8, 4], 8, 20, True),
+        ([20, 20], 64, 20, True),  # a batch is never larger than the dataset
+        ([20], 64, 40, False),
+        ([8], 16, None, False),
+        ([16], 16, None, True),
+    ],
+)
+def test_the_size_of_a_step_is_compared_with_the_batch_or_the_whole_dataset(
+    sizes: list[int], global_batch: int, samples: int | None, same: bool
+) -> None:
+    steps = [recorded([1.0], list(range(size))) for size in sizes]
+    assert (_other_size(steps, global_batch, samples) == "") is same
+
+
+@pytest.mark.parametrize("given", ["", '\n[checkpoint]\ninit_from = "gone"\n[data.sampler]\nuse = "sequential"\n'])
+def test_the_recipe_starts_from_the_weights_of_the_script_in_its_order(tmp_path: Path, given: str) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    recipe = tmp_path / "moved.toml"
+    recipe.write_text(RECIPE + given)
+    sets = _overrides(recipe, [], tmp_path / "indices.json", None)
+    found = load_recipe(recipe, sets=sets).recipe
+    assert found.checkpoint.init_from is None
+    assert found.data.sampler is not None
+    assert found.data.sampler.use.endswith("replay:Replay")
+
+
+@pytest.mark.parametrize(
+    ("reference", "value", "difference"),
+    [
+        (2.0, 2.0, 0.0),
+        (2.0, 1.0, 0.5),
+        (math.inf, math.inf, 0.0),
+        (math.nan, math.nan, math.inf),
+        (1.0, math.nan, math.inf),
+    ],
+)
+def test_a_loss_that_is_not_finite_differs_unless_both_are_the_same_infinity(
+    reference: float, value: float, difference: float
+) -> None:
+    assert _relative(reference, value) == difference
+
+
+def compared(script: list[ScriptStep], recipe: list[ScriptStep], asked: int = 1) -> ScriptComparison:
+    trained: Any = SimpleNamespace(notes=[], steps=recipe, other_size="", rename={})
+    return _compared(script, trained, asked, 1e-6)
+
+
+@pytest.mark.parametrize(("lr", "differs"), [(0.1, False), (0.1 * (1 + 1e-8), False), (0.1 * (1 + 1e-5), True)])
+def test_another_learning_rate_is_a_difference_even_with_the_same_loss(lr: float, differs: bool) -> None:
+    found = compared([recorded([1.0])], [replace(recorded([1.0]), lr=lr)]).steps[0].parts
+    assert [part.partition(":")[0] for part in found] == (["lr"] if differs else [])
+
+
+def test_a_sum_over_the_samples_of_several_micro_batches_is_divided_once() -> None:
+    found = compared([recorded([3.0, 5.0], [*range(8)])], [recorded([1.0])])
+    assert (found.steps[0].loss, found.steps[0].parts, len(found.notes)) == ((1.0, 1.0), [], 1)
+    assert found.notes[0].startswith("the script's loss is a sum over the samples of a step")
+
+
+def test_losses_of_micro_batches_that_are_not_divided_are_averaged() -> None:
+    found = compared([recorded([0.5, 1.5])], [recorded([1.0])])
+    assert (found.steps[0].loss, found.steps[0].parts) == ((1.0, 1.0), [])
+    assert found.notes[0].startswith("the script adds the gradients of 2 micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("script", "recipe", "notes"),
+    [
+        (3, 3, []),
+        (2, 2, ["the script ended after step 2"]),
+        (3, 1, ["the recipe ended after step 1: see train.length"]),
+    ],
+)
+def test_a_side_that_ends_early_is_noted(script: int, recipe: int, notes: list[str]) -> None:
+    assert compared([recorded([1.0])] * script, [recorded([1.0])] * recipe, asked=3).notes == notes

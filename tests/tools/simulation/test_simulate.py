@@ -15,12 +15,15 @@ from support.torch_versions import needs_pipelines
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpforge.components.registry import Registry
+from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.pipeline.strategy import StageSimulation
-from ddpforge.tools.parity.specs import parse
+from ddpforge.tools.parity.specs import Spec, parse
+from ddpforge.tools.simulation import forecast as forecasts
 from ddpforge.tools.simulation import zero
-from ddpforge.tools.simulation.devices import DEVICES, Sent
+from ddpforge.tools.simulation.devices import DEVICES, Seconds, Sent
 from ddpforge.tools.simulation.fake import fake_world
-from ddpforge.tools.simulation.forecast import Forecast, forecast
+from ddpforge.tools.simulation.forecast import Forecast, allowance, forecast
+from ddpforge.tools.simulation.search import Choice, _changes, best
 
 RECIPE = """
 recipe = 2
@@ -333,6 +336,90 @@ def test_model_that_reads_values_is_reported_and_its_state_is_calculated(plan: P
     assert (found.peak, found.kinds, found.flops, found.fits) == (None, None, None, None)
     assert found.state == {"weights": 2600, "gradients": 2600, "optimizer state": 5200 + 2 * 4}
     assert found.checkpoint == 2600 * 3 + 8
+
+
+def test_calculated_state_has_gradients_of_trained_weights_only(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD, encoding="utf-8")
+    found = plan("ddp", 'train.freeze=["layer.bias"]', ranks=2, text=DIGITS)
+    assert found.unsimulated
+    assert found.state == {"weights": 2600, "gradients": 2560, "optimizer state": 5120 + 4}
+
+
+@pytest.mark.parametrize(
+    ("needs", "budget", "fits"), [(9, 10, True), (10, 10, True), (11, 10, False), (None, 10, None)]
+)
+def test_a_forecast_fits_up_to_the_last_byte_of_its_budget(needs: int | None, budget: int, fits: bool | None) -> None:
+    assert forecast_with(needs=needs, budget=budget).fits is fits
+
+
+def test_a_gpu_needs_a_tenth_more_than_its_tensors_and_its_context() -> None:
+    assert allowance(10 * MIB, None) == 10 * MIB
+    assert allowance(10 * MIB, DEVICES["h100"]) == 11 * MIB + 1536 * MIB
+
+
+def forecast_with(micro_batch: int = 1, **known: Any) -> Forecast:
+    batch = {"micro_batch": micro_batch, "data_ranks": 2}
+    numbers: dict[str, Any] = {"items": 1.0, "parameters": 1, "state": {}, "checkpoint": 1, "checkpoint_every": None}
+    return Forecast(strategy="x", ranks=2, batch=batch, steps=1, items_name="samples", **numbers | known)
+
+
+def chosen_among(*found: Forecast) -> int | None:
+    """Returns the micro-batch of the best of these forecasts, which all fit."""
+    spec = Spec("ddp", "ddp", (), 2)
+    one = best([Choice(spec, False, each.batch["micro_batch"], each) for each in found])
+    return one.micro_batch if one else None
+
+
+def test_the_best_choice_has_the_least_time_then_work_then_bytes_then_forward_passes() -> None:
+    slow, fast = (forecast_with(size, seconds=Seconds(size, 0.0)) for size in (2, 1))
+    assert chosen_among(slow, fast) == 1
+    assert chosen_among(forecast_with(1, flops=9), forecast_with(2, flops=8)) == 2
+    sends = [forecast_with(size, flops=9, wire={"a": 1.0, "b": 10.0 - size}) for size in (1, 2)]
+    assert chosen_among(*sends) == 2
+    alike = [forecast_with(size, flops=9, wire={}) for size in (2, 8, 4)]
+    assert chosen_among(*alike) == 8, "fewer forward passes"
+    assert chosen_among() is None
+
+
+def test_a_remedy_names_only_the_settings_that_differ_from_the_recipe() -> None:
+    train = TrainSection.model_validate({"length": "1st", "global_batch": 16, "micro_batch": 4})
+    own, other = Spec("ddp", "ddp", (), 2), Spec("fsdp", "fsdp", (), 2)
+    cases: list[tuple[Spec, Any, int, dict[str, str]]] = [
+        (own, False, 4, {}),
+        (own, False, 2, {"train.micro_batch": "2"}),
+        (own, True, 4, {"train.activation_checkpointing": "true"}),
+        (other, False, 4, {"strategy.use": '"fsdp"'}),
+    ]
+    for spec, checkpointing, size, changes in cases:
+        assert _changes(Choice(spec, checkpointing, size, forecast_with(size)), own, train, 2) == changes
+
+
+@needs_pipelines
+@pytest.mark.parametrize(
+    ("sets", "simulated"),
+    [((), [0, 1, 3]), (('optimizer.groups.odd={parameters=["blocks.5.*"], lr=1e-4}',), [0, 1, 2, 3])],
+)
+def test_equal_stages_with_optimizer_groups_are_simulated_apart(
+    tmp_path: Path, sets: tuple[str, ...], simulated: list[int]
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    registry, sets = Registry.installed(), ("model.layers=8", "train.micro_batch=16", *sets)
+
+    def ranks() -> list[int]:
+        found: list[int] = []
+        real = forecasts.simulate
+
+        def noted(*given: Any, rank: int, **more: Any) -> Any:
+            found.append(rank)
+            return real(*given, rank=rank, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forecasts, "simulate", noted)
+            spec = parse("pipeline", registry, ranks=4)
+            forecast(str(tmp_path / "recipe.toml"), spec, ranks=4, registry=registry, sets=sets)
+        return sorted(set(found))
+
+    assert apart(ranks) == simulated
 
 
 def test_recipe_that_cannot_train_is_rejected(plan: Plan) -> None:
