@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from chats import CHAT, byte_tokenizer
+from chats import CHAT, byte_tokenizer, damaged
 from ddpforge.builtin.tasks.forms import cross_entropy
 from tiny import TINY
 from torch import Tensor
@@ -99,6 +99,21 @@ def test_a_cached_plan_is_used_until_lengths_or_block_size_change(chats: ChatDat
         assert (len(data) == len(plain)) == (block_size == 64)
     (again,) = (PackedData(of=chats, block_size=64, index=str(tmp_path / "plans")),)
     assert all(torch.equal(again[n]["input_ids"], plain[n]["input_ids"]) for n in range(len(plain)))
+
+
+def test_a_damaged_or_foreign_plan_is_made_again(chats: ChatData, tmp_path: Path) -> None:
+    index = tmp_path / "plans"
+    PackedData(of=chats, block_size=80, index=str(index))
+    (other,) = index.iterdir()
+    foreign = other.read_bytes()
+    other.unlink()
+    PackedData(of=chats, block_size=64, index=str(index))
+    plain = PackedData(of=chats, block_size=64)
+    (kept,) = index.iterdir()
+    for _ in damaged(kept, foreign):
+        again = PackedData(of=chats, block_size=64, index=str(index))
+        assert len(again) == len(plain)
+        assert all(torch.equal(again[n]["input_ids"], plain[n]["input_ids"]) for n in range(len(plain)))
 
 
 # ---------------------------------------------------------------------------------------------- blocks

@@ -16,7 +16,7 @@ from ddpforge.ranks.collectives import SingleRank
 from tiny import TINY
 
 from ddpforge_transformers.models import causal_lm, sequence_classification
-from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.preference_data import FeedbackData, PreferenceData, reference_lines
 from ddpforge_transformers.preferences import DPO, KTO, ORPO, Reward
 from ddpforge_transformers.reference import write_reference
 from ddpforge_transformers.tasks import CausalLM
@@ -537,11 +537,69 @@ def test_reference_of_a_file_gives_the_losses_of_a_reference_model(
 
     write(tmp_path / "train.jsonl", [*PAIRS[:2], PAIRS[3], PAIRS[2], *PAIRS[4:]])
     said = ddpforge("run", "tiny.toml", *sets, "--set", "name=moved", code=2)
-    assert "ref.jsonl, line 3 is of another sample" in " ".join(said.split())
+    assert "ref.jsonl, line 4 is of another sample" in " ".join(said.split())
 
     write(tmp_path / "train.jsonl", PAIRS[1:])
     said = ddpforge("run", "tiny.toml", *sets, "--set", "name=other", code=2)
     assert "ref.jsonl has 24 rows, but the data has 23 samples" in " ".join(said.split())
+
+
+def test_a_damaged_reference_file_is_refused_by_name(pairs: Callable[..., PreferenceData], tmp_path: Path) -> None:
+    file = tmp_path / "ref.jsonl"
+    marks = pairs(*PAIRS[:3]).marks()
+    logps = [[-1.5, -2.25], [-3.0, -4.0], [-0.5, -0.25]]
+
+    def read(content: bytes) -> list[list[float]] | None:
+        file.write_bytes(content)
+        return pairs(*PAIRS[:3], reference=file)._reference
+
+    right = "".join(reference_lines(logps, marks)).encode()
+    assert read(right) == logps
+    for place in (*range(0, len(right), 7), len(right) - 2):
+        for bit in (0, 2, 5):
+            data = bytearray(right)
+            data[place] ^= 1 << bit
+            with pytest.raises(ValueError, match=r"ref.jsonl.*; write it again with `python -m"):
+                read(bytes(data))
+    lines = right.splitlines(keepends=True)
+    for content, fault in (
+        (b"", "no reference file of this version, or damaged"),
+        (right[: len(right) // 2], "is damaged"),
+        (b"".join(lines[:-1]), "is damaged"),
+        (b"".join([lines[0], lines[2], lines[1], lines[3]]), "is damaged"),
+        (b"".join(lines[1:]), "is of an older version, without a checksum"),
+        (lines[0].replace(b'"reference": 2', b'"reference": 9') + b"".join(lines[1:]), "no reference file of this"),
+        ("".join(reference_lines(logps[:2], marks[:2])).encode(), "has 2 rows, but the data has 3 samples"),
+        ("".join(reference_lines(logps, [*marks[:2], 7])).encode(), "line 4 is of another sample"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            read(content)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_reference_values_that_are_not_finite_are_refused(
+    pairs: Callable[..., PreferenceData], tmp_path: Path, value: float
+) -> None:
+    data, file = pairs(*PAIRS[:2]), tmp_path / "ref.jsonl"
+    file.write_text("".join(reference_lines([[-1.0, -2.0], [-1.0, value]], data.marks())))
+    with pytest.raises(ValueError, match=r"ref.jsonl, line 3: the log-probabilities \[-1.0, .*\] are not finite"):
+        pairs(*PAIRS[:2], reference=file)
+
+
+def test_the_writer_of_reference_files_replaces_a_link_and_not_its_target(
+    tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "train.jsonl", PAIRS)
+    text = RECIPE.format(model="causal_lm", data="preferences", tokenizer=words, task="dpo", strategy="ddp", more="")
+    (tmp_path / "tiny.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("ref.jsonl", ".ref.jsonl.part"):
+        (tmp_path / name).symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("the user's own")
+    assert write_reference("tiny.toml", Path("ref.jsonl")) == len(PAIRS)
+    assert (tmp_path / "target").read_text() == "the user's own"
+    assert not (tmp_path / "ref.jsonl").is_symlink()
+    assert len((tmp_path / "ref.jsonl").read_text().splitlines()) == len(PAIRS) + 1
 
 
 SOURCES = """
