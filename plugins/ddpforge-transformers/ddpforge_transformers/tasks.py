@@ -206,6 +206,12 @@ def check_fit(model: nn.Module, data: Any) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "the config asks for the auxiliary loss of a router (output_router_logits), which is a mean over the tokens"
+            " of a micro-batch and would depend on its size; the task does not add it: set"
+            " model.options.output_router_logits = false"
+        )
     longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
     for noun, has, takes, key in (
         ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
