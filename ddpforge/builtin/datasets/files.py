@@ -265,7 +265,7 @@ def _sealed(array: NDArray[Any], digest: str) -> Iterator[bytes | memoryview]:
 
 
 def _fault(kept: Path, digest: str) -> str | None:
-    """Returns what is wrong with a cache file: None for nothing, an empty text for the format of an older version.
+    """Returns the fault of a cache file: None for nothing, an empty text for the format of an older version.
 
     Raises OSError for a file that is missing or cannot be read.
     """

@@ -34,7 +34,7 @@ def check_causal(model: nn.Module) -> None:
 
 
 def packing_fault(model: nn.Module) -> str:
-    """Returns what is wrong with the logits of packed documents, next to those of each alone; empty if nothing is."""
+    """Returns the difference of packed documents' logits from those of each alone; empty without one."""
     return _once(model, "packing", _packing_fault)
 
 

@@ -211,7 +211,7 @@ def check_fit(model: nn.Module, data: Any) -> None:
         raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
-            "the config asks for the auxiliary loss of a router (output_router_logits), which is a mean over the tokens"
+            "the config sets output_router_logits: the auxiliary loss of a router, which is a mean over the tokens"
             " of a micro-batch and would depend on its size; the task does not add it: set"
             " model.options.output_router_logits = false"
         )

@@ -301,7 +301,7 @@ def test_pairs_with_equal_rewards_have_an_accuracy_of_0(task: Any) -> None:
     assert (float(found.sum), float(found.count)) == (1, 4)
 
 
-def test_equal_answers_and_answers_that_begin_alike_keep_their_last_message(
+def test_equal_answers_and_answers_with_an_equal_begin_keep_their_last_message(
     pairs: Callable[..., PreferenceData],
 ) -> None:
     given = [user("What does the cat see?")]
