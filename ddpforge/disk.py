@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -247,7 +248,9 @@ def reject_existing(out: Path, *, force: bool) -> None:
 @contextmanager
 def appearing(out: Path, error: type[SetupError] = SetupError) -> Iterator[Path]:
     """Yields a temporary path, and renames it to `out` on success; raises `error` if the disk raises OSError."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
+    temporary = out.with_name(
+        f".{out.name}.{secrets.token_hex(8)}.tmp{out.suffix}"
+    )  # ranks on two machines may write at once
     try:
         yield temporary
         disk.rename(temporary, out)

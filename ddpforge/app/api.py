@@ -38,7 +38,9 @@ from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
+from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
+from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import key_of, source_components
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
@@ -254,7 +256,7 @@ class TrainedRun:
         return read_metrics(self.folder.path)
 
     def model(self, *, device: str | torch.device = "cpu") -> nn.Module:
-        """Returns the bare model with the checkpoint's weights, in evaluation mode.
+        """Returns the bare model with the checkpoint's weights, in evaluation mode. It computes as in training.
 
         Does not change the global RNG state. Raises CheckpointError if the weights do not fit the model.
         """
@@ -268,6 +270,10 @@ class TrainedRun:
             # Weights that the checkpoint omits may come from this seed.
             torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))
             model: nn.Module = build(self.registry, "model", self.recipe.model)
+            train = self.recipe.train
+            if train.frozen_dtype is not None or getattr(model, "keeps_saved_dtype", False):
+                freeze(model, train.freeze)
+                cast_weights(model, train.frozen_dtype)
         return model
 
     def batch(self, samples: int, name: str | None = None) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
+import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
 from importlib import import_module
+from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ddpforge import disk
 from ddpforge.builtin.datasets.listing import listed
 from ddpforge.errors import SetupError, UsageError, pip_install
 
@@ -37,6 +41,8 @@ __all__ = [
     "numeric",
     "unknown_class",
 ]
+
+log = logging.getLogger("ddpforge")
 
 _MOST_FILES = 100_000  # of a pattern in braces, because each file is searched for
 
@@ -197,8 +203,17 @@ def _range(text: str) -> Iterable[str] | None:
     return None
 
 
+# ---------------------------------------------------------------------------------------------- cached indexes
+# A cache file is a .npy file with a seal behind the array, which NumPy does not read: the digest of the facts, and the
+# checksum of all bytes before it. Files without a seal are of older versions.
+_SEAL = re.compile(rb"\nddpforge cache 1 ([0-9a-f]{64}) ([0-9a-f]{32})\n")
+_SEAL_BYTES = 18 + 64 + 1 + 32 + 1
+
+
 def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
     """Returns the result of `find`, cached in a file of `folder` for the same `facts`.
+
+    A file that is damaged, of other facts, or no regular file is replaced, with a warning.
 
     Args:
         folder: Folder of the cache; None: no cache.
@@ -207,7 +222,7 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
         find: Computes the result.
 
     Raises:
-        SetupError: The folder cannot be created, or the cache file cannot be read.
+        SetupError: The folder cannot be created, or the cache file cannot be written or read.
     """
     import numpy as np
 
@@ -215,16 +230,76 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
         return find()
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
     kept = Path(folder) / f"{name[:100]}-{digest[:16]}.npy"
-    if not kept.is_file():
+    try:
+        fault = _fault(kept, digest)
+    except FileNotFoundError:
+        fault = ""
+    except OSError as error:
+        raise SetupError(f"index: {kept} cannot be read: {error.strerror or error}", hints=["remove it"]) from error
+    if fault is not None:
+        if fault:
+            log.warning("index: %s %s; it is made again", kept, fault)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(f"index: the folder {folder} cannot be created: {error}") from error
-        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # several ranks may write at once; the rename is atomic
-        np.save(draft, find())
-        draft.rename(kept)
+        found = np.ascontiguousarray(find())
+        with disk.appearing(kept) as draft:
+            disk.write_new(draft, _sealed(found, digest))
+    stored: NDArray[np.int64] = np.load(kept, mmap_mode="r", allow_pickle=False)
+    return stored
+
+
+def _sealed(array: NDArray[Any], digest: str) -> Iterator[bytes | memoryview]:
+    """Yields the blocks of a cache file."""
+    import numpy as np
+
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    data = array.reshape(-1).view(np.uint8).data
+    checksum = disk.xxh3(header.getvalue())
+    checksum.update(data)
+    yield header.getvalue()
+    yield data
+    yield f"\nddpforge cache 1 {digest} {checksum.hexdigest()}\n".encode()
+
+
+def _fault(kept: Path, digest: str) -> str | None:
+    """Returns the fault of a cache file: None for nothing, an empty text for the format of an older version.
+
+    Raises OSError for a file that is missing or cannot be read.
+    """
+    checksum = disk.xxh3()
     try:
-        found: NDArray[np.int64] = np.load(kept, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise SetupError(f"index: {kept} cannot be read: {error}", hints=["remove the file"]) from error
-    return found
+        with disk.open_plain(kept) as file:
+            left = max(os.fstat(file.fileno()).st_size - _SEAL_BYTES, 0)
+            file.seek(left)
+            seal = _SEAL.fullmatch(file.read())
+            if seal is None:
+                file.seek(0)
+                return "" if _is_array(file) else "is damaged"
+            if seal[1] != digest.encode():
+                return "is of other data or options"
+            file.seek(0)
+            while block := file.read(min(1 << 20, left)):
+                checksum.update(block)
+                left -= len(block)
+                disk.proceed()
+    except disk.NotPlain as error:
+        if kept.is_dir() and not kept.is_symlink():
+            raise
+        return f"is no cache file: {error.strerror}"
+    return None if checksum.hexdigest().encode() == seal[2] else "is damaged"
+
+
+def _is_array(file: Any) -> bool:
+    """True for a whole .npy file, as older versions wrote it."""
+    import numpy as np
+
+    try:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    except ValueError:
+        return False
+    size: int = os.fstat(file.fileno()).st_size
+    return bool(size == file.tell() + math.prod(shape) * dtype.itemsize)

@@ -1,6 +1,6 @@
 """Models of transformers: from a config with random weights, or from saved weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -83,13 +83,13 @@ def causal_lm(
     """
     _check_quantize(quantize, double_quant, lora, saved=pretrained is not None and weights)
     config = _config(model_type, pretrained, options)
-    model = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
+    model, new = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
     if resize_vocabulary is not None:
         _resize(model, resize_vocabulary, saved=pretrained is not None)
     say_steps(model)
     if quantize:
         _quantize(model, quantize, double=bool(double_quant))
-    adapted = _adapted(model, lora)
+    adapted = _adapted(model, lora, new)
     if resize_vocabulary is not None and lora:
         _check_new_rows_are_trained(adapted)
     return adapted
@@ -109,7 +109,8 @@ def masked_lm(
     Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
     """
     config = _config(model_type, pretrained, options)
-    return _adapted(_model(AutoModelForMaskedLM, config, pretrained if weights else None, attention), lora)
+    model, new = _model(AutoModelForMaskedLM, config, pretrained if weights else None, attention)
+    return _adapted(model, lora, new)
 
 
 def sequence_classification(
@@ -124,13 +125,17 @@ def sequence_classification(
 ) -> nn.Module:
     """Builds a text classifier with `classes` classes. The head is new if the saved head has another size.
 
+    With `lora` a new head is trained, too.
+
     Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
     """
     config = _config(model_type, pretrained, options)
     config.num_labels = classes
-    model = _model(AutoModelForSequenceClassification, config, pretrained if weights else None, attention)
+    model, new = _model(AutoModelForSequenceClassification, config, pretrained if weights else None, attention)
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
-    return _adapted(model, lora)
+    if pretrained is None or not weights:
+        new = {name for name, _ in model.named_parameters() if not name.startswith(f"{_body(model)}.")}
+    return _adapted(model, lora, new)
 
 
 _builders: tuple[Any, ...] = (causal_lm, masked_lm, sequence_classification)
@@ -166,26 +171,37 @@ def _config(model_type: str | None, pretrained: str | None, options: Mapping[str
         raise ValueError(f"{known.model_type} refuses its options {dict(options)}: {error}") from error
 
 
-def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None) -> nn.Module:
-    """Builds the model with weights of the saved dtype, see `train.frozen_dtype`, or with new ones in float32."""
+def _model(
+    auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None
+) -> tuple[nn.Module, set[str]]:
+    """Builds the model with weights of the saved dtype, see `train.frozen_dtype`, or with new ones in float32.
+
+    Also returns the names of parameters that the saved model does not have; no names if all are new.
+    """
+    new: set[str] = set()
     how: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         if pretrained is not None:
-            model: nn.Module = _saved_model(auto, pretrained, config=config, **how)
+            model, new = _saved_model(auto, pretrained, config=config, **how)
         else:
             model = auto.from_config(config, dtype=torch.float32, **how)
     except (ValueError, ImportError) as error:
         raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
     if lists := list(_lists_of_blocks(model)):  # if transformers lists none, ddpforge looks for blocks itself
         model.repeated = lists  # type: ignore[assignment]
-    return model
+    return model, new
 
 
-def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
-    """Loads a model with its saved dtypes, and marks it and its layers for `train.frozen_dtype`."""
+def _saved_model(auto: Any, name: str, **options: Any) -> tuple[nn.Module, set[str]]:
+    """Loads a model with its saved dtypes, and marks it and its layers for `train.frozen_dtype`.
+
+    Also returns the names of parameters that are not saved.
+    """
     model: nn.Module
     model, found = _saved(auto, name, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, **options)
     _check_loaded(model, name, found)
+    absent = {*found["missing_keys"], *(key for key, _, _ in found["mismatched_keys"])}
+    new = absent & {key for key, _ in model.named_parameters()}
     if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
         # Constants that are no weights were rounded, e.g. the scale of Gemma's embeddings.
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -202,7 +218,7 @@ def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
             layer.any_dtype_forward = _scaled_embedding
         elif kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
             layer.any_dtype_forward = kind.forward  # it multiplies, and torch promotes
-    return model
+    return model, new
 
 
 def _check_loaded(model: Any, name: str, found: Mapping[str, Any]) -> None:
@@ -211,7 +227,7 @@ def _check_loaded(model: Any, name: str, found: Mapping[str, Any]) -> None:
     A new head of a classifier may have another shape. transformers logs a table of missing weights of other layers.
     """
     blocks = tuple(f"{path}." for path in _lists_of_blocks(model))
-    body = "" if hasattr(model, "lm_head") or model.get_output_embeddings() else f"{model.base_model_prefix}."
+    body = "" if hasattr(model, "lm_head") or model.get_output_embeddings() else f"{_body(model)}."
     lost = {key: "it is not saved" for key in found["missing_keys"] if key.startswith(blocks)}
     for key, saved, mine in found["mismatched_keys"]:
         if key.startswith(body):
@@ -294,8 +310,38 @@ def _quantize(model: nn.Module, form: Quantization, *, double: bool) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:
-    return lora.put_into(model) if lora else model
+def _body(model: Any) -> str:
+    """Returns the name of the part of the model without its head."""
+    return str(model.base_model_prefix)
+
+
+def _adapted(model: nn.Module, lora: Adapters | None, new: Collection[str]) -> nn.Module:
+    """Inserts adapters, and trains new parameters, which are random; raises ValueError for targets that do not fit."""
+    if lora is None:
+        return model
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(path)
+    adapted = lora.put_into(model)
+    for path, layer in adapted.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        if f"{path}.weight" in new:
+            raise ValueError(
+                f"lora.targets adapts `{path}`, which is new: its weight is not saved, and random; remove it from the"
+                " targets, and it is trained without an adapter"
+            )
+        weight = cast(Any, layer).get_base_layer()._parameters.get("weight")
+        if others := [one for one in owners.get(id(weight), ()) if one != path]:
+            raise ValueError(
+                f"lora.targets adapts `{path}`, whose weight is tied to `{others[0]}`: an adapter changes only one of"
+                " both, and cannot be merged; remove it from the targets"
+            )
+    for name, parameter in adapted.named_parameters():
+        if name in new:
+            parameter.requires_grad_(True)
+    return adapted
 
 
 def _saved(auto: Any, name: str, **options: Any) -> Any:

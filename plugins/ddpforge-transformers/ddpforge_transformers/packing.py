@@ -13,35 +13,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge_transformers.data import IGNORED, Batch, Length, Tokenized, padding_of, positions_of
+from ddpforge_transformers.probe import packing_fault
 
-__all__ = ["MODEL_TYPES", "PackedData", "check_document_mask", "pack"]
+__all__ = ["PackedData", "check_document_mask", "pack"]
 
 ddpforge_plugin_api = 3
 
-# Model types whose logits of packed samples equal those of the samples alone: tests/test_packing.py shows each of them.
-# Others see the documents before (recurrent layers, positions that ignore position_ids), or were not tested.
-MODEL_TYPES = (
-    "cohere2",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
 # Implementations of attention whose mask transformers builds from position_ids. For flash attention it finds the
 # documents only in batches of one block; with more it would let them see each other, without an error.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
@@ -201,17 +178,15 @@ def _stored(blocks: list[list[int]]) -> NDArray[np.int64]:
 
 
 def check_document_mask(model: nn.Module, data: Any) -> None:
-    """Raises ValueError if `data` has several documents in a sample, and the model might let them see each other."""
+    """Raises ValueError if `data` has several documents in a sample, and the model lets them see each other.
+
+    The model computes two rows of documents, and each document alone; a list of model types would age.
+    """
     if not getattr(data, "document_mask", False):
         return
     config: Any = model.config
     packed = isinstance(data, PackedData)
     other = "use the samples without packing" if packed else "set document_mask = false, so that they see each other"
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"documents in a block must not see each other, which is not shown for models of the type"
-            f" {config.model_type}; {other}, or take a model of the types {', '.join(MODEL_TYPES)}"
-        )
     attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
     if attention not in _ATTENTION:
         raise ValueError(
@@ -224,4 +199,14 @@ def check_document_mask(model: nn.Module, data: Any) -> None:
         raise ValueError(
             f"the rotary embeddings of the model (rope_type {kinds[0]!r}) depend on the longest document of a batch, so"
             f" that documents in one batch change each other; {other}"
+        )
+    if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        raise ValueError(
+            "the model attends in chunks of a block, whose borders do not follow the documents in it (layer_types has"
+            f" chunked_attention); {other}"
+        )
+    if fault := packing_fault(model):
+        raise ValueError(
+            f"documents in a block must not see each other, but in this model ({config.model_type}) they do: {fault};"
+            f" {other}"
         )

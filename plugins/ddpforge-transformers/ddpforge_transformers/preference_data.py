@@ -5,12 +5,13 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from ddpforge import disk
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -30,13 +31,15 @@ from ddpforge_transformers.data import (
 )
 from ddpforge_transformers.rows import Invalid, OnInvalid, Row, Split, is_dataset, read_rows
 
-__all__ = ["FeedbackData", "PreferenceData"]
+__all__ = ["FeedbackData", "PreferenceData", "reference_lines"]
 
 ddpforge_plugin_api = 3
 
 log = logging.getLogger("ddpforge")
 
 Batch = dict[str, Tensor]
+
+_REFERENCE = 2  # format of reference files
 
 _Path = Annotated[Path, Field(description="A file (.jsonl, .json, .parquet), or a dataset of Hugging Face.")]
 _Template = Annotated[
@@ -309,14 +312,6 @@ def _form_of(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- lines
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yields the place ("FILE, line N") and the object of each line of a file of this package."""
-    for where, row in read_rows(path, [path]):
-        if isinstance(row, ValueError):
-            raise row
-        yield where, row
-
-
 def _check_keys(row: Row, where: str, needed: tuple[str, ...]) -> None:
     missing = [key for key in needed if key not in row]
     if missing:
@@ -360,20 +355,57 @@ def _messages(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[Any, An
     return prompt, better, worse
 
 
+def reference_lines(logps: Iterable[list[float]], marks: Sequence[int]) -> Iterator[str]:
+    """Yields the lines of a reference file: a head with a checksum, and one for each sample."""
+    rows = [json.dumps({"logps": pair, "sample": mark}) + "\n" for pair, mark in zip(logps, marks, strict=True)]
+    yield json.dumps({"reference": _REFERENCE, "checksum": _checksum("".join(rows))}) + "\n"
+    yield from rows
+
+
+def _checksum(text: str) -> str:
+    return disk.xxh3(text.encode()).hexdigest()
+
+
 def _reference_of(file: Path, marks: Sequence[int]) -> list[list[float]]:
-    """Returns the log-probabilities [samples, 2] of a file; raises ValueError if it is of samples with other marks."""
+    """Returns the log-probabilities [samples, 2] of a file.
+
+    Raises ValueError for a file that is damaged, of an older version, of samples with other marks, or not finite.
+    """
     again = "write it again with `python -m ddpforge_transformers.reference`"
+    try:
+        head, _, text = file.read_bytes().decode().partition("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; {again}") from error
+    about = _object_of(head)
+    if about.get("reference") != _REFERENCE:
+        old = "logps" in about
+        what = "of an older version, without a checksum" if old else "no reference file of this version, or damaged"
+        raise ValueError(f"{file} is {what}; {again}")
+    if about.get("checksum") != _checksum(text):
+        raise ValueError(f"{file} is damaged: its lines are not as they were written; {again}")
+    lines = text.splitlines()
+    if len(lines) != len(marks):
+        raise ValueError(f"{file} has {len(lines)} rows, but the data has {len(marks)} samples; {again}")
     found = []
-    for where, row in _rows(file):
-        logps = row.get("logps")
-        if not isinstance(logps, list) or [type(each) for each in logps] != [float, float] or "sample" not in row:
-            raise ValueError(f'{where}: expected "logps", two numbers, and "sample"; {again}')
-        found.append((where, logps, row["sample"]))
-    if len(found) != len(marks):
-        raise ValueError(f"{file} has {len(found)} rows, but the data has {len(marks)} samples; {again}")
-    for (where, _, mark), mine in zip(found, marks, strict=True):
-        if mark != mine:
+    for number, (line, mine) in enumerate(zip(lines, marks, strict=True), 2):
+        row = _object_of(line)
+        if row.get("sample") != mine:
             raise ValueError(
-                f"{where} is of another sample: the data, the tokenizer, the template or max_length changed; {again}"
+                f"{file}, line {number} is of another sample: the data, the tokenizer, the template or max_length"
+                f" changed; {again}"
             )
-    return [logps for _, logps, _ in found]
+        if not all(map(math.isfinite, row["logps"])):
+            raise ValueError(
+                f"{file}, line {number}: the log-probabilities {row['logps']} are not finite: the reference model"
+                " computes infinite or undefined values for this sample"
+            )
+        found.append(row["logps"])
+    return found
+
+
+def _object_of(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

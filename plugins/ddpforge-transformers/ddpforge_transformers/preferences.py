@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
-from ddpforge.interfaces import AuxiliaryModule, Task, Total, World
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import AuxiliaryModule, Callback, RunContext, Task, Total, Weights, World
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -100,6 +101,7 @@ class _WithReference(_Answers):
         super().__init__(loss_chunk)
         self.beta, self.reference = beta, reference
         self._copy: nn.Module | None = None
+        self.callback = self._begin = _Beginning()
 
     def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         """Returns the frozen copy, if the reference is one."""
@@ -118,6 +120,7 @@ class _WithReference(_Answers):
                 if kind == "data"
                 else 'the dataset has log-probabilities of a reference; set task.reference = "data", or remove them'
             )
+        self._begin.kind = kind
         if kind == "adapters":
             _check_adapters(model)
 
@@ -132,6 +135,8 @@ class _WithReference(_Answers):
         """Returns the summed loss; and `logps`, `reference` and `tokens` [B, 2], with further columns of the batch."""
         with torch.no_grad():
             reference = self._reference_of(model, batch)
+            if self.reference == "data" and model.training and self._begin.is_first():
+                self._check_reference(model, batch)
         logps, tokens = self.log_probabilities(model, batch)
         more = {name: batch[name] for name in ("desirable",) if name in batch}
         outputs = {"logps": logps, "reference": reference, "tokens": tokens, **more}
@@ -149,6 +154,29 @@ class _WithReference(_Answers):
         with without_adapters(model):
             return self.log_probabilities(model, batch)[0]
 
+    def _check_reference(self, model: nn.Module, batch: Batch) -> None:
+        """Raises UsageError if the log-probabilities of the file are not those of the model as training starts."""
+        with evaluating(model):
+            mine, tokens = self.log_probabilities(model, batch)
+        given = batch["reference_logps"]
+        trained = {one.dtype for one in model.parameters() if one.requires_grad}
+        small = torch.is_autocast_enabled(mine.device.type) or trained & {torch.bfloat16, torch.float16}
+        # Rounding errors of tokens add up like random numbers.
+        allowed = (0.1 if small else 2e-3) * tokens.clamp(min=1).sqrt() + (1e-2 if small else 1e-4) * given.abs()
+        wrong = ~((mine - given).abs() <= allowed)
+        if wrong.any():
+            row, place = wrong.nonzero()[0].tolist()
+            raise UsageError(
+                f"the reference file is of another model: for an answer of the first batch ({self.names[place]}) it has"
+                f" the log-probability {float(given[row, place]):.4f}, but the model that training starts from gives"
+                f" {float(mine[row, place]):.4f}",
+                hints=[
+                    "write the file again with `python -m ddpforge_transformers.reference` and this recipe",
+                    'or set task.reference = "copy", and remove data.train.reference',
+                ],
+                key="data.train.reference",
+            )
+
     def rewards(self, outputs: Outputs) -> Tensor:
         """Returns beta times the log-ratio of both answers to the reference, [B, 2]."""
         return self.beta * (outputs["logps"] - outputs["reference"])
@@ -160,6 +188,45 @@ class _WithReference(_Answers):
         return {
             f"{name}_{key}": values[:, place] for key, values in found.items() for place, name in enumerate(self.names)
         }
+
+
+class _Beginning(Callback):
+    """Checks the adapters before the first step, and knows whether the weights are still those of the start."""
+
+    def __init__(self) -> None:
+        self.kind = ""  # of the reference
+        self._run: RunContext | None = None
+        self._sums: dict[str, float] = {}
+
+    def on_start(self, run: RunContext) -> None:
+        """Raises UsageError for adapters that change the model before the first step: they are not the reference's."""
+        if self.kind not in ("adapters", "data"):
+            return
+        self._run, self._sums = run, _sums(run.weights)
+        changed = [name for name, total in self._sums.items() if "lora_B" in name and total]
+        if changed and self.kind == "adapters":
+            raise UsageError(
+                "the reference would be the model without its adapters, but training starts with trained ones:"
+                f" checkpoint.init_from loads `{changed[0]}`, which is not 0",
+                hints=['set task.reference = "copy": the reference is then the model that training starts from'],
+                key="task.reference",
+            )
+
+    def is_first(self) -> bool:
+        """Returns True once, if no step and no checkpoint has changed the weights since `on_start`. Collective."""
+        run, self._run = self._run, None
+        if run is None:
+            return False
+        changed = torch.tensor(float(_sums(run.weights) != self._sums), device=run.world.device)
+        return not run.world.global_ranks.all_reduce_sum(changed).item()
+
+
+def _sums(weights: Weights) -> dict[str, float]:
+    """Returns the sum of absolute values of this rank's part of each trained parameter."""
+    return {
+        name: float(torch.linalg.vector_norm(part.tensor.detach(), 1, dtype=torch.float64))
+        for name, part in weights.shards().items()
+    }
 
 
 class DPO(_WithReference):
@@ -405,17 +472,27 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Multiplies the output of all adapters by 0, and sets evaluation mode, within the block."""
-    layers = _layers(model)
-    before, modes = [dict(layer.scaling) for layer in layers], [(one, one.training) for one in model.modules()]
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode within the block."""
+    modes = [(one, one.training) for one in model.modules()]
     model.eval()
-    for layer in layers:
-        layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
     try:
         yield
     finally:
-        for layer, scaling in zip(layers, before, strict=True):
-            layer.scaling.update(scaling)
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Multiplies the output of all adapters by 0, and sets evaluation mode, within the block."""
+    layers = _layers(model)
+    before = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling.update(scaling)

@@ -3,13 +3,12 @@
     python -m ddpforge_transformers.reference dpo.toml -o reference.jsonl
 
 The reference is the recipe's model as it is built, with its adapters switched off. The file has a line {"logps": [a,
-b], "sample": N} for each sample of [data.train], in its order; N is a checksum of its tokens, and training refuses the
-file of other samples. Training then reads it, and needs neither memory nor time for a reference model: set `reference =
-"reference.jsonl"` under [data.train], and `reference = "data"` under [task].
+b], "sample": N} for each sample of [data.train], in its order; N is a checksum of its tokens. The first line has a
+checksum of the others. Training refuses a damaged file, and the file of other samples or of another model. Training
+then reads it, and needs neither memory nor time for a reference model: set `reference = "reference.jsonl"` under
+[data.train], and `reference = "data"` under [task].
 """
 
-import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from typing import Any
 
 import click
 import torch
+from ddpforge import disk
 from ddpforge.app.build import build
 from ddpforge.app.choose import choose
 from ddpforge.components.registry import Registry
@@ -26,7 +26,7 @@ from ddpforge.preflight import Problems
 from ddpforge.recipe import load_recipe
 from torch import nn
 
-from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.preference_data import FeedbackData, PreferenceData, reference_lines
 from ddpforge_transformers.preferences import DPO, KTO, LogProbabilities, without_adapters
 
 
@@ -64,10 +64,9 @@ def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int
     context = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     with context:
         found = list(_log_probabilities(built.model.to(device), data, batch, device))
-    rows = [{"logps": logps, "sample": mark} for logps, mark in zip(found, data.marks(), strict=True)]
-    part = out.with_name(f".{out.name}.part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(part, out)
+    text = "".join(reference_lines(found, data.marks()))
+    with disk.appearing(out) as draft:
+        disk.write_new(draft, [text.encode()])
     return len(data)
 
 

@@ -22,6 +22,7 @@ from ddpforge_transformers.output_layer import (
 )
 from ddpforge_transformers.packing import check_document_mask
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.probe import check_causal
 
 __all__ = ["CausalLM", "LossChunk", "check_attention", "check_fit"]
 
@@ -160,7 +161,8 @@ class CausalLM(Task):
     def check(self, model: nn.Module, data: Any) -> None:
         """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes or answers.
 
-        Also for data with several documents in a sample, if the model is not known to keep them apart.
+        Also for a model whose tokens see later ones, and for data with several documents in a sample, if the model does
+        not keep them apart.
         """
         if getattr(data, "classes", None) is not None:
             raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
@@ -170,6 +172,7 @@ class CausalLM(Task):
                 + ('"kto"' if isinstance(data, FeedbackData) else '"dpo", "orpo" or "reward"')
             )
         check_fit(model, data)
+        check_causal(model)
         check_document_mask(model, data)
         if self.loss_in_model:
             check_output_layer(model, self._option)
@@ -206,6 +209,12 @@ def check_fit(model: nn.Module, data: Any) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "the config sets output_router_logits: the auxiliary loss of a router, which is a mean over the tokens"
+            " of a micro-batch and would depend on its size; the task does not add it: set"
+            " model.options.output_router_logits = false"
+        )
     longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
     for noun, has, takes, key in (
         ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),

@@ -1,8 +1,10 @@
 """A tokenizer of bytes with the control tokens of ChatML, chat templates, and chats."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
@@ -56,3 +58,26 @@ def byte_tokenizer(
     fast.chat_template = template
     fast.save_pretrained(folder)
     return folder
+
+
+def damaged(file: Path, foreign: bytes) -> Iterator[None]:
+    """Writes damaged, foreign and older contents into a cache file, one after the other."""
+    right = file.read_bytes()
+    older = file.with_name("older.npy")
+    np.save(older, np.load(file) * -1)  # as older versions wrote it; a negative number of blocks
+    contents = [b"", right[:140], right[:-1], foreign, older.read_bytes()]
+    older.unlink()
+    for place in range(0, len(right), len(right) // 25):
+        flipped = bytearray(right)
+        flipped[place] ^= 4
+        contents.append(bytes(flipped))
+    target = file.parent.parent / "target"
+    for content in contents:
+        file.write_bytes(content)
+        yield
+        assert file.read_bytes() == right
+    target.write_bytes(contents[4])
+    file.unlink()
+    file.symlink_to(target)
+    yield
+    assert (file.read_bytes(), target.read_bytes()) == (right, contents[4])

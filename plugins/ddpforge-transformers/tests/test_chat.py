@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chats import CHAT, CHATML, MARKED, byte_tokenizer
+from chats import CHAT, CHATML, MARKED, byte_tokenizer, damaged
 from tiny import TINY
 from transformers import AutoTokenizer
 
@@ -280,6 +280,22 @@ def test_the_cache_has_the_same_samples_and_a_changed_option_does_not_use_it(cha
         assert len(list((tmp_path / "cache").iterdir())) == files
         assert learnt(data, 1) == learnt(plain, 1)
         assert (learnt(data) == learnt(plain)) == (not options)
+
+
+def test_a_damaged_or_foreign_cache_of_tokens_is_made_again(chats: Build, tmp_path: Path) -> None:
+    index = tmp_path / "cache"
+    chats(TURN, {"messages": CHAT}, index=str(index))
+    (other,) = index.iterdir()
+    foreign = other.read_bytes()
+    other.unlink()
+    chats({"messages": CHAT}, TURN, index=str(index))
+    plain = chats({"messages": CHAT}, TURN)
+    (kept,) = index.iterdir()
+    for _ in damaged(kept, foreign):
+        again = chats({"messages": CHAT}, TURN, index=str(index))
+        assert [learnt(again, n) + whole(again, n) for n in range(2)] == [
+            learnt(plain, n) + whole(plain, n) for n in range(2)
+        ]
 
 
 # ---------------------------------------------------------------------------------------------- shown

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddpforge.app.api import load
 from ddpforge.builtin.models.lora import Adapters
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.training.contract import count_parameters
@@ -135,7 +136,12 @@ def test_all_strategies_train_one_curve_over_a_frozen_bfloat16_base(
 
 @pytest.mark.parametrize("saved", ["all", "trainable"])
 def test_a_run_resumes_elsewhere_and_exports_the_saved_dtype(
-    ddpforge: Callable[..., str], texts: Path, tokenizer: Path, tmp_path: Path, saved: str
+    ddpforge: Callable[..., str],
+    texts: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    saved: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checkpoints hold bfloat16; another strategy, number of ranks and dtype continue the same curve."""
     save(tmp_path / "base")
@@ -150,6 +156,15 @@ def test_a_run_resumes_elsewhere_and_exports_the_saved_dtype(
     ddpforge("run", "tiny.toml", "--set=strategy.use=single", "--set=train.frozen_dtype=fp32", *sets[1:])
     whole, resumed = (tmp_path / "runs" / name for name in ("whole", "tiny"))
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+
+    monkeypatch.chdir(tmp_path)
+    model, tokens = load(whole).model(), torch.arange(32).view(2, 16) % 18
+    exact = causal_lm(pretrained=str(tmp_path / "base"), lora=Adapters(targets=["q_proj", "v_proj"], r=4)).float()
+    exact.load_state_dict({name: one.float() for name, one in model.state_dict().items()})
+    with torch.no_grad():
+        found = model(tokens).logits
+        assert found.dtype == torch.float32
+        assert torch.equal(found, exact.eval()(tokens).logits)
 
     ddpforge("export", "runs/whole", "--merge", "--format", "transformers", "-o", "hf")
     merged = load_file(tmp_path / "hf" / "model.safetensors")

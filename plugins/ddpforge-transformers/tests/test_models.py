@@ -194,3 +194,41 @@ def test_new_rows_must_be_trained_under_lora(tmp_path: Path) -> None:
         causal_lm(**options, lora=Adapters(targets=["q_proj"]))
     model = causal_lm(**options, lora=Adapters(targets=["q_proj"], train=["model.embed_tokens.*", "lm_head.*"]))
     assert model.get_input_embeddings().weight.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------- heads under adapters
+@pytest.mark.parametrize(
+    ("build", "options", "head"),
+    [
+        (sequence_classification, {"classes": 3}, ["score.weight"]),
+        (sequence_classification, {"classes": 1}, ["score.weight"]),
+        (causal_lm, {}, []),
+    ],
+)
+def test_new_weights_are_trained_under_adapters_and_saved_ones_are_not(
+    build: Any, options: dict[str, Any], head: list[str], tmp_path: Path
+) -> None:
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "lm")
+    sequence_classification(classes=3, model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "three")
+    lora = Adapters(targets=["q_proj"], r=2)
+    for name in ("lm", "three"):
+        if build is causal_lm and name == "three":
+            continue
+        model = build(pretrained=str(tmp_path / name), lora=lora, **options)
+        trained = [key for key, one in model.named_parameters() if one.requires_grad and "lora_" not in key]
+        assert trained == ([] if name == "three" and options["classes"] == 3 else head)
+    if head:
+        fresh = build(model_type="llama", options=TINY["llama"], lora=lora, **options)
+        assert fresh.score.weight.requires_grad
+
+
+def test_an_adapter_on_a_new_or_a_tied_weight_is_refused(tmp_path: Path) -> None:
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "lm")
+    with pytest.raises(ValueError, match=r"lora.targets adapts `score`, which is new.*remove it from the targets"):
+        sequence_classification(
+            classes=1, pretrained=str(tmp_path / "lm"), lora=Adapters(targets=["q_proj", "score"], r=2)
+        )
+    tied = TINY["llama"] | {"tie_word_embeddings": True}
+    with pytest.raises(ValueError, match=r"adapts `lm_head`, whose weight is tied to `model.embed_tokens`"):
+        causal_lm(model_type="llama", options=tied, lora=Adapters(targets=["q_proj", "lm_head"], r=2))
+    causal_lm(model_type="llama", options=TINY["llama"], lora=Adapters(targets=["q_proj", "lm_head"], r=2))

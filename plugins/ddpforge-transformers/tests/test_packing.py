@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from chats import CHAT, byte_tokenizer
+from chats import CHAT, byte_tokenizer, damaged
 from ddpforge.builtin.tasks.forms import cross_entropy
 from tiny import TINY
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch import Tensor
 from ddpforge_transformers.chat import ChatData
 from ddpforge_transformers.data import TokenizedJSONL, TokenizedText, positions_of
 from ddpforge_transformers.models import causal_lm
-from ddpforge_transformers.packing import MODEL_TYPES, PackedData, check_document_mask, pack
+from ddpforge_transformers.packing import PackedData, check_document_mask, pack
+from ddpforge_transformers.probe import check_causal
 from ddpforge_transformers.tasks import CausalLM
 
 SMALL = {
@@ -99,6 +100,21 @@ def test_a_cached_plan_is_used_until_lengths_or_block_size_change(chats: ChatDat
         assert (len(data) == len(plain)) == (block_size == 64)
     (again,) = (PackedData(of=chats, block_size=64, index=str(tmp_path / "plans")),)
     assert all(torch.equal(again[n]["input_ids"], plain[n]["input_ids"]) for n in range(len(plain)))
+
+
+def test_a_damaged_or_foreign_plan_is_made_again(chats: ChatData, tmp_path: Path) -> None:
+    index = tmp_path / "plans"
+    PackedData(of=chats, block_size=80, index=str(index))
+    (other,) = index.iterdir()
+    foreign = other.read_bytes()
+    other.unlink()
+    PackedData(of=chats, block_size=64, index=str(index))
+    plain = PackedData(of=chats, block_size=64)
+    (kept,) = index.iterdir()
+    for _ in damaged(kept, foreign):
+        again = PackedData(of=chats, block_size=64, index=str(index))
+        assert len(again) == len(plain)
+        assert all(torch.equal(again[n]["input_ids"], plain[n]["input_ids"]) for n in range(len(plain)))
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -192,10 +208,6 @@ def per_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
-def test_every_allowed_model_type_is_shown() -> None:
-    assert set(MODELS) == set(MODEL_TYPES)
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_of_packed_samples_are_those_of_each_sample_alone(kind: str, attention: Any, chats: ChatData) -> None:
@@ -264,10 +276,14 @@ def test_padded_losses_are_those_of_each_sample_alone(kind: str, chats: ChatData
         (
             "mamba",
             {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 400},
-            "not shown for models of the type mamba",
+            r"in this model \(mamba\) they do: ",
         ),
-        ("opt", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 400}, "type opt"),
-        ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 400}, "type bloom"),
+        (
+            "opt",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 400},
+            r"\(opt\) they do: ",
+        ),
+        ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 400}, r"\(bloom\) they do: "),
         (
             "llama",
             SMALL | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -282,6 +298,93 @@ def test_models_that_may_mix_documents_are_refused_by_name(
     CausalLM().check(model, chats)
     with pytest.raises(ValueError, match=message):
         CausalLM().check(model, PackedData(of=chats, block_size=64))
+
+
+WITHOUT = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+FLAT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 400}
+MIXES = {key: SMALL[key] for key in ("hidden_size", "vocab_size")}
+SEPARATE: dict[str, dict[str, Any]] = {
+    "apertus": SMALL,
+    "arcee": SMALL,
+    "codegen": FLAT | {"rotary_dim": 4},
+    "cohere": SMALL,
+    "ernie4_5": SMALL | HEADS,
+    "glm": SMALL | HEADS,
+    "gptj": FLAT | {"rotary_dim": 4},
+    "granitemoe": SMALL,
+    "helium": SMALL | HEADS,
+    "hunyuan_v1_dense": SMALL | HEADS,
+    "nemotron": SMALL,
+    "olmo": SMALL,
+    "olmoe": SMALL | EXPERTS,
+    "persimmon": WITHOUT,
+    "phimoe": SMALL | {"num_local_experts": 4},
+    "qwen2_moe": SMALL | EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": SMALL | EXPERTS | {"moe_intermediate_size": 32},
+    "seed_oss": SMALL | HEADS,
+}
+MIXED_UP: dict[str, dict[str, Any]] = {
+    "biogpt": MIXES | {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "bloom": MIXES | {"n_layer": 1, "n_head": 2},
+    "falcon_h1": SMALL,
+    "falcon_mamba": MIXES | {"num_hidden_layers": 2},
+    "jamba": SMALL | {"num_experts": 2},
+    "lfm2": SMALL | {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba": MIXES | {"num_hidden_layers": 2},
+    "minimax": SMALL | HEADS | {"num_local_experts": 4},
+    "mpt": {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 400},
+    "opt": MIXES | {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32},
+    "qwen3_next": SMALL
+    | HEADS
+    | EXPERTS
+    | {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 8},
+    "recurrent_gemma": WITHOUT | {"lru_width": 32},
+    "rwkv": MIXES | {"num_hidden_layers": 2},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 400},
+}
+
+
+@pytest.mark.parametrize("kind", [*SEPARATE, *MIXED_UP])
+def test_packing_is_for_models_whose_documents_do_not_see_each_other_by_a_probe(kind: str, chats: ChatData) -> None:
+    torch.manual_seed(0)
+    model = causal_lm(model_type=kind, options=SEPARATE.get(kind) or MIXED_UP[kind]).train()
+    state, data = torch.get_rng_state(), PackedData(of=chats, block_size=64)
+    check_causal(model)
+    if kind in SEPARATE:
+        CausalLM().check(model, data)
+    else:
+        with pytest.raises(ValueError, match=rf"in this model \({kind}\) they do: document 2 of a block has logits"):
+            CausalLM().check(model, data)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_a_model_without_values_is_probed_by_a_small_copy(kind: str, chats: ChatData) -> None:
+    with torch.device("meta"):
+        model = causal_lm(model_type=kind, options=(MODELS | MIXED_UP)[kind])
+    data = PackedData(of=chats, block_size=64)
+    if kind == "llama":
+        CausalLM().check(model, data)
+    else:
+        with pytest.raises(ValueError, match=r"in this model \(opt\) they do"):
+            CausalLM().check(model, data)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_encoders_are_refused_as_causal_models(kind: str, chats: ChatData) -> None:
+    model = causal_lm(model_type=kind, options=TINY["bert"] | {"vocab_size": 400})
+    with pytest.raises(ValueError, match=rf"the model sees later tokens: .* {kind} is an encoder"):
+        CausalLM().check(model, PackedData(of=chats, block_size=64))
+    decoder = causal_lm(model_type=kind, options=TINY["bert"] | {"vocab_size": 400, "is_decoder": True})
+    check_causal(decoder)
+
+
+def test_the_auxiliary_loss_of_a_router_is_refused_by_name(chats: ChatData) -> None:
+    model = causal_lm(model_type="mixtral", options=MODELS["mixtral"] | {"output_router_logits": True})
+    with pytest.raises(ValueError, match=r"set model.options.output_router_logits = false"):
+        CausalLM().check(model, chats)
 
 
 def test_flash_attention_is_refused(chats: ChatData) -> None:

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from chats import byte_tokenizer
+from ddpforge.app.api import load
+from ddpforge.builtin.models.lora import Adapters
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
 from ddpforge.ranks.collectives import SingleRank
+from peft import PeftModel
 from tiny import TINY
+from transformers import AutoModelForSequenceClassification
 
 from ddpforge_transformers.models import causal_lm, sequence_classification
-from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.preference_data import FeedbackData, PreferenceData, reference_lines
 from ddpforge_transformers.preferences import DPO, KTO, ORPO, Reward
 from ddpforge_transformers.reference import write_reference
 from ddpforge_transformers.tasks import CausalLM
@@ -272,13 +276,56 @@ def test_reward_of_a_pair_and_its_margin(pairs: Callable[..., PreferenceData]) -
     assert float(task.loss(model, batch_of(data))[0]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_distance_of_kto_is_never_negative(answers: Callable[..., FeedbackData]) -> None:
+    task = KTO(beta=0.5)
+    task.start(
+        causal_lm(model_type="llama", options=OPTIONS),
+        SimpleNamespace(dp_ranks=SingleRank(torch.device("cpu")), device=torch.device("cpu")),
+    )
+    for unrelated, distance in ((-6.0, 0.0), (6.0, 3.0)):
+        outputs = {
+            "logps": torch.tensor([[-1.0, unrelated], [-3.0, unrelated]]),
+            "reference": torch.tensor([[-2.0, 0.0], [-2.0, 0.0]]),
+            "desirable": torch.tensor([True, False]),
+        }
+        signed = 0.5 - distance, distance + 0.5
+        expected = sum(1 - 1 / (1 + math.exp(-one)) for one in signed)
+        assert float(task.sum_of_losses(outputs)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("task", [DPO(), ORPO(), Reward()])
+def test_pairs_with_equal_rewards_have_an_accuracy_of_0(task: Any) -> None:
+    equal = torch.tensor([[-2.0, -2.0], [-1.0, -3.0], [-3.0, -1.0], [-5.0, -5.0]])
+    outputs = {"logps": equal, "reference": torch.zeros(4, 2), "tokens": torch.ones(4, 2), "rewards": equal}
+    found = task.metrics(outputs, {})["rewards/accuracies"]
+    assert (float(found.sum), float(found.count)) == (1, 4)
+
+
+def test_equal_answers_and_answers_with_an_equal_begin_keep_their_last_message(
+    pairs: Callable[..., PreferenceData],
+) -> None:
+    given = [user("What does the cat see?")]
+    more = [*given, assistant("a dog"), user("and?")]
+    end = "<|im_end|>"
+    for chosen, rejected, learnt in (
+        ([*given, assistant("a dog")], [*given, assistant("a dog")], ("a dog<|im_end|>", "a dog<|im_end|>")),
+        (
+            [*given, assistant("a dog")],
+            [*more, assistant("a bird")],
+            (f"a dog{end}", f"a dog{end}a bird{end}"),
+        ),
+        ([*more, assistant("no")], [*more, assistant("no")], ("no<|im_end|>", "no<|im_end|>")),
+    ):
+        data = pairs({"chosen": chosen, "rejected": rejected})
+        labels = batch_of(data)["labels"][0]
+        assert tuple(data.tokenizer.decode(one[one != -100]) for one in labels) == learnt
+
+
 # ---------------------------------------------------------------------------------------------- references
 LORA = {"targets": ["q_proj", "v_proj"], "r": 4}
 
 
 def test_model_without_its_adapters_is_the_reference(pairs: Callable[..., PreferenceData]) -> None:
-    from ddpforge.builtin.models.lora import Adapters
-
     data = pairs(*PAIRS[:3])
     model = causal_lm(model_type="llama", options=OPTIONS, lora=Adapters(**LORA)).train()
     batch = batch_of(data)
@@ -537,11 +584,178 @@ def test_reference_of_a_file_gives_the_losses_of_a_reference_model(
 
     write(tmp_path / "train.jsonl", [*PAIRS[:2], PAIRS[3], PAIRS[2], *PAIRS[4:]])
     said = ddpforge("run", "tiny.toml", *sets, "--set", "name=moved", code=2)
-    assert "ref.jsonl, line 3 is of another sample" in " ".join(said.split())
+    assert "ref.jsonl, line 4 is of another sample" in " ".join(said.split())
 
     write(tmp_path / "train.jsonl", PAIRS[1:])
     said = ddpforge("run", "tiny.toml", *sets, "--set", "name=other", code=2)
     assert "ref.jsonl has 24 rows, but the data has 23 samples" in " ".join(said.split())
+
+
+def test_a_damaged_reference_file_is_refused_by_name(pairs: Callable[..., PreferenceData], tmp_path: Path) -> None:
+    file = tmp_path / "ref.jsonl"
+    marks = pairs(*PAIRS[:3]).marks()
+    logps = [[-1.5, -2.25], [-3.0, -4.0], [-0.5, -0.25]]
+
+    def read(content: bytes) -> list[list[float]] | None:
+        file.write_bytes(content)
+        return pairs(*PAIRS[:3], reference=file)._reference
+
+    right = "".join(reference_lines(logps, marks)).encode()
+    assert read(right) == logps
+    for place in (*range(0, len(right), 7), len(right) - 2):
+        for bit in (0, 2, 5):
+            data = bytearray(right)
+            data[place] ^= 1 << bit
+            with pytest.raises(ValueError, match=r"ref.jsonl.*; write it again with `python -m"):
+                read(bytes(data))
+    lines = right.splitlines(keepends=True)
+    for content, fault in (
+        (b"", "no reference file of this version, or damaged"),
+        (right[: len(right) // 2], "is damaged"),
+        (b"".join(lines[:-1]), "is damaged"),
+        (b"".join([lines[0], lines[2], lines[1], lines[3]]), "is damaged"),
+        (b"".join(lines[1:]), "is of an older version, without a checksum"),
+        (lines[0].replace(b'"reference": 2', b'"reference": 9') + b"".join(lines[1:]), "no reference file of this"),
+        ("".join(reference_lines(logps[:2], marks[:2])).encode(), "has 2 rows, but the data has 3 samples"),
+        ("".join(reference_lines(logps, [*marks[:2], 7])).encode(), "line 4 is of another sample"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            read(content)
+
+
+def test_the_reference_without_adapters_has_no_dropout(pairs: Callable[..., PreferenceData]) -> None:
+    torch.manual_seed(0)
+    options = OPTIONS | {"attention_dropout": 0.5}
+    model = causal_lm(model_type="llama", options=options, lora=Adapters(**LORA, dropout=0.5)).train()
+    model.get_submodule("model.layers.0.mlp").eval()
+    modes = [one.training for one in model.modules()]
+    data, task = pairs(*PAIRS[:3]), DPO()
+    with torch.no_grad():
+        found = task.loss(model, batch_of(data))[1]["reference"]
+        assert [one.training for one in model.modules()] == modes
+        assert torch.equal(found, task.log_probabilities(model.eval(), batch_of(data))[0])
+
+
+@pytest.fixture
+def base(tmp_path: Path, words: Path) -> Path:
+    """Writes a saved causal model and recipes that train adapters of it: `sft.toml` and `dpo.toml`."""
+    torch.manual_seed(0)
+    causal_lm(model_type="llama", options=OPTIONS | {"pad_token_id": 0}).save_pretrained(tmp_path / "base")
+    write(tmp_path / "train.jsonl", PAIRS)
+    chats = [{"prompt": one["prompt"], "completion": one["chosen"]} for one in PAIRS]
+    write(tmp_path / "chats.jsonl", chats)
+    lora = "lora = { targets = ['q_proj', 'v_proj'], r = 4 }"
+    text = RECIPE.format(model="causal_lm", data="preferences", tokenizer=words, task="dpo", strategy="ddp", more=lora)
+    start, _, rest = text.partition("model_type")
+    text = f"{start}pretrained = 'base'\n{rest[rest.index('lora') :]}"
+    (tmp_path / "dpo.toml").write_text(text)
+    sft = text.replace('use = "preferences"\npath = "train.jsonl"', 'use = "chat"\npath = "chats.jsonl"')
+    sft = sft.replace('use = "dpo"', 'use = "causal_lm"').replace("lr = 0.5", "lr = 2.0")
+    (tmp_path / "sft.toml").write_text(sft)
+    return tmp_path
+
+
+def first_row(run: Path) -> dict[str, float]:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_trained_adapters_of_another_run_are_no_reference_by_being_switched_off(
+    ddpforge: Callable[..., str], base: Path, task: str
+) -> None:
+    ddpforge("run", "sft.toml", "--set=name=sft")
+    sets = ["--set=name=tuned", "--set=checkpoint.init_from=runs/sft", f"--set=task.use={task}"]
+    if task == "kto":
+        write(base / "train.jsonl", ANSWERS)
+        text = (base / "dpo.toml").read_text()
+        (base / "dpo.toml").write_text(text.replace('"preferences"', '"feedback"'))
+    said = " ".join(ddpforge("run", "dpo.toml", *sets, code=2).split())
+    assert "training starts with trained ones: checkpoint.init_from loads `model.layers.0" in said
+    assert 'set task.reference = "copy"' in said
+    assert not (base / "runs/tuned/metrics.jsonl").exists()
+    ddpforge("run", "dpo.toml", *sets, "--set=task.reference=copy", "--set=train.length=3st")
+    row = first_row(base / "runs/tuned")
+    if task == "dpo":
+        assert row["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert row["train/rewards/margins"] == 0
+    else:
+        assert row["train/kl"] == 0
+    ddpforge("run", "dpo.toml", *sets, "--set=task.reference=copy")  # resumes
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_reference_file_of_another_model_is_refused_at_the_first_batch_only(
+    ddpforge: Callable[..., str], base: Path, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base)
+    if not lora:
+        recipe = (base / "dpo.toml").read_text()
+        (base / "dpo.toml").write_text("".join(x + "\n" for x in recipe.splitlines() if not x.startswith("lora")))
+    assert write_reference("dpo.toml", Path("right.jsonl")) == len(PAIRS)
+    torch.manual_seed(1)
+    causal_lm(model_type="llama", options=OPTIONS | {"pad_token_id": 0}).save_pretrained(base / "other")
+    assert write_reference("dpo.toml", Path("other.jsonl"), ["model.pretrained=other"]) == len(PAIRS)
+    for name, code in (("other", 2), ("right", 0)):
+        sets = [f"--set=name={name}", "--set=task.reference=data", f"--set=data.train.reference={name}.jsonl"]
+        sets += [f"--set=data.eval.reference={name}.jsonl", "--set=train.length=3st"]
+        said = " ".join(ddpforge("run", "dpo.toml", *sets, code=code).split())
+        if code:
+            assert "the reference file is of another model: for an answer of the first batch (" in said
+            assert "the model that training starts from gives -" in said
+            assert "train/loss" not in (base / "runs" / name / "metrics.jsonl").read_text()
+    assert first_row(base / "runs/right")["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    sets[-1] = "--set=train.length=6st"
+    ddpforge("run", "dpo.toml", *sets)  # resumes: the weights differ from those of the file
+
+
+def test_a_new_head_under_adapters_is_trained_and_exported(
+    ddpforge: Callable[..., str], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base)
+    head = "use = 'sequence_classification'\nclasses = 1\noptions = { pad_token_id = 0 }"
+    text = (base / "dpo.toml").read_text().replace('use = "causal_lm"', head).replace('use = "dpo"', 'use = "reward"')
+    (base / "reward.toml").write_text(text)
+    ddpforge("run", "reward.toml", "--set=name=reward")
+    model = load(base / "runs/reward").model()
+    tokens = torch.randint(3, 300, (3, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        mine = model(input_ids=tokens).logits
+    ddpforge("export", "reward", "--format", "peft", "-o", "adapters/")
+    ddpforge("export", "reward", "--merge", "-o", "merged/")
+    plain = AutoModelForSequenceClassification.from_pretrained(base / "base", num_labels=1, pad_token_id=0)
+    assert not torch.allclose(plain.score.weight, model.score.weight)
+    for theirs in (
+        PeftModel.from_pretrained(plain, base / "adapters"),
+        AutoModelForSequenceClassification.from_pretrained(base / "merged"),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(theirs.eval()(input_ids=tokens).logits, mine, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_reference_values_that_are_not_finite_are_refused(
+    pairs: Callable[..., PreferenceData], tmp_path: Path, value: float
+) -> None:
+    data, file = pairs(*PAIRS[:2]), tmp_path / "ref.jsonl"
+    file.write_text("".join(reference_lines([[-1.0, -2.0], [-1.0, value]], data.marks())))
+    with pytest.raises(ValueError, match=r"ref.jsonl, line 3: the log-probabilities \[-1.0, .*\] are not finite"):
+        pairs(*PAIRS[:2], reference=file)
+
+
+def test_the_writer_of_reference_files_replaces_a_link_and_not_its_target(
+    tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "train.jsonl", PAIRS)
+    text = RECIPE.format(model="causal_lm", data="preferences", tokenizer=words, task="dpo", strategy="ddp", more="")
+    (tmp_path / "tiny.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("ref.jsonl", ".ref.jsonl.part"):
+        (tmp_path / name).symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("the user's own")
+    assert write_reference("tiny.toml", Path("ref.jsonl")) == len(PAIRS)
+    assert (tmp_path / "target").read_text() == "the user's own"
+    assert not (tmp_path / "ref.jsonl").is_symlink()
+    assert len((tmp_path / "ref.jsonl").read_text().splitlines()) == len(PAIRS) + 1
 
 
 SOURCES = """

@@ -352,9 +352,129 @@ def test_arrays_in_token_and_index_files_are_never_unpickled(tmp_path: Path, for
         Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
         (kept,) = (tmp_path / "kept").iterdir()
         kept.write_bytes(payload)
-        with pytest.raises(SetupError, match=r"index: .* cannot be read"):
-            Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
+        assert Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept")).shard_sizes == [1]
+        assert kept.read_bytes() != payload
     assert not marker.exists()
+
+
+def numbers_of(folder: Path, count: int, facts: list[Any] | None = None) -> list[int]:
+    return files.keep(str(folder), "plan", facts or ["v1", count], lambda: np.arange(count, dtype=np.int64)).tolist()
+
+
+FLIPS = [0, 7, 60, 127, 128, 135, 200, -1, -2, -40, -70, -100, -116, -117]
+
+
+@pytest.mark.parametrize("place", FLIPS)
+def test_a_cache_file_with_one_flipped_bit_is_made_again_with_a_warning(
+    tmp_path: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert numbers_of(tmp_path, 20) == list(range(20))
+    (kept,) = tmp_path.iterdir()
+    right = kept.read_bytes()
+    for bit in range(8):
+        data = bytearray(right)
+        data[place] ^= 1 << bit
+        kept.write_bytes(data)
+        caplog.clear()
+        assert numbers_of(tmp_path, 20) == list(range(20))
+        assert kept.read_bytes() == right
+        assert f"index: {kept} is " in caplog.text
+        assert "; it is made again" in caplog.text
+
+
+def test_a_cut_empty_or_foreign_cache_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    numbers_of(tmp_path, 20)
+    (kept,) = tmp_path.iterdir()
+    right = kept.read_bytes()
+    numbers_of(tmp_path / "other", 30)
+    foreign = next((tmp_path / "other").iterdir()).read_bytes()
+    for content, fault in (
+        *((right[:size], "is damaged") for size in (0, 1, 100, 127, 200, len(right) - 1)),
+        (right + b"x", "is damaged"),
+        (right * 2, "is damaged"),
+        (b"x" * 1000, "is damaged"),
+        (foreign, "is of other data or options"),
+    ):
+        kept.write_bytes(content)
+        caplog.clear()
+        assert numbers_of(tmp_path, 20) == list(range(20))
+        assert kept.read_bytes() == right
+        assert fault in caplog.text
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [kept.name]
+
+
+def test_a_cache_file_without_checksum_is_made_again_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers_of(tmp_path, 20)
+    (kept,) = tmp_path.iterdir()
+    right = kept.read_bytes()
+    np.save(kept, np.full(20, -3))  # as older versions wrote it
+    assert numbers_of(tmp_path, 20) == list(range(20))
+    assert kept.read_bytes() == right
+    assert caplog.text == ""
+
+
+def test_a_link_or_a_pipe_in_place_of_a_cache_file_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    folder, target = tmp_path / "index", tmp_path / "target"
+    numbers_of(folder, 20)
+    (kept,) = folder.iterdir()
+    kept.rename(target)
+    right = target.read_bytes()
+    target.write_bytes(b"the user's own")
+    kept.symlink_to(target)
+    assert numbers_of(folder, 20) == list(range(20))
+    assert target.read_bytes() == b"the user's own"
+    assert kept.read_bytes() == right
+    assert not kept.is_symlink()
+    kept.unlink()
+    os.mkfifo(kept)
+    assert numbers_of(folder, 20) == list(range(20))
+    kept.unlink()
+    kept.mkdir()
+    with pytest.raises(SetupError, match=r"index: .*plan-.*\.npy cannot be read: it is a folder"):
+        numbers_of(folder, 20)
+
+
+def test_cached_arrays_have_any_shape_and_type(tmp_path: Path) -> None:
+    for array in (
+        np.zeros((0, 2, 3), np.int64),
+        np.ones((3, 2), np.int32),
+        np.asfortranarray(np.eye(3)),
+        np.arange(6)[::2],
+    ):
+        for _ in range(2):
+            found = files.keep(str(tmp_path), "x", [array.shape, str(array.dtype)], lambda array=array: array)
+            assert found.dtype == array.dtype
+            assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("form", ["tar", "json"])
+@pytest.mark.usefixtures("offline")
+def test_a_damaged_or_foreign_index_gives_the_samples_of_the_data(
+    shards: Path, lines: Path, tmp_path: Path, form: str
+) -> None:
+    index = tmp_path / "the-index"
+
+    def sizes() -> list[int]:
+        if form == "tar":
+            return Tar(path=str(shards), fields=["cls"], index=str(index)).shard_sizes
+        return streamed(lines, "json", index=str(index)).shard_sizes
+
+    right = sizes()
+    kept = sorted(index.iterdir())
+    contents = [file.read_bytes() for file in kept]
+    assert len(kept) > 1
+    for number, file in enumerate(kept):
+        for change in (
+            contents[number - 1],
+            contents[number][:-130] + b"\x01" + contents[number][-129:],
+            contents[number][:150],
+            b"",
+        ):
+            file.write_bytes(change)
+            assert sizes() == right
+            assert file.read_bytes() == contents[number]
 
 
 @pytest.mark.usefixtures("offline")
