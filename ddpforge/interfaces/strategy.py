@@ -243,6 +243,7 @@ class Replica(ABC):
     unwrapped: nn.Module  # the model as the recipe's component built it, for names and buffers
     weights: Weights
     computes_loss: bool = True  # False on ranks that send their outputs to other ranks, which call the task's `loss`
+    may_evaluate_first: bool = True  # False if its first forward pass must be one of training
 
     # -- one step
     def run_microbatches(

@@ -103,6 +103,15 @@ class Evaluator:
         Collective. Callbacks are not called. Raises UsageError for a set that cannot be evaluated, and PeerFailed on
         the other ranks. A `finish` that refuses the values of so few samples is only logged.
         """
+        if not self._replica.may_evaluate_first:
+            return
+        looks, self.looks = self.looks, PeriodicCheck()  # whose pace is that of whole evaluations
+        try:
+            self._try_sets()
+        finally:
+            self.looks, self._has_begun = looks, False
+
+    def _try_sets(self) -> None:
         with self.evaluating(callbacks=False):
             for name, batches in self.sets.items():
                 key = f"data.eval.{name}" if name else "data.eval"

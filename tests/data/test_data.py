@@ -602,7 +602,7 @@ class RefusesToStream(NumberStream):
 def test_errors_of_data_in_a_loader_process_are_raised_unchanged(data: Any, workers: int) -> None:
     """Raises no traceback of the loader process, and leaves no process behind."""
     before = set(active_children())
-    with pytest.raises(UsageError, match=r"^a sample has no label$") as error:
+    with pytest.raises(UsageError, match=r"(?m)^a sample has no label$") as error:
         list(deal(data, batch=2, micro=2, workers=workers).evaluation())
     assert error.value.hints == ("leave it out",)
     del error

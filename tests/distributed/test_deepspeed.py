@@ -413,7 +413,7 @@ def test_nvme_offload_without_effect_is_refused(bench: Bench, asynchronous_io: N
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("odd_models.py:Half", "`head.weight` is bfloat16, and DeepSpeed promises float32 master weights"),  # trap 26
+        ("odd_models.py:Half", "`head.weight` is bfloat16, but the optimizer updates float32 weights"),  # trap 26
         ("odd_models.py:BySample", "got no gradient on rank"),  # trap 30
         ("own.py:Dwindling", "`late.weight` and 1 more got no gradient on rank"),
         ("own.py:Empty", "parameter `nothing` has no elements"),
@@ -421,7 +421,7 @@ def test_nvme_offload_without_effect_is_refused(bench: Bench, asynchronous_io: N
 )
 def test_unsupported_models_are_refused(bench: Bench, model: str, said: str, stage: int) -> None:
     failed = bench("run", ZERO[stage], parts=POINTS.format(model=model), fails=True)
-    assert 3 in failed.codes
+    assert (2 if model.endswith("Half") else 3) in failed.codes
     assert said in failed.stderr
     assert "Traceback" not in failed.stderr
 

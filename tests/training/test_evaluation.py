@@ -395,6 +395,16 @@ def test_a_finish_that_refuses_few_samples_does_not_end_a_run(caplog: pytest.Log
     assert "only one class is present; this may be because of the few samples" in caplog.text
 
 
+def test_a_replica_whose_first_pass_must_be_one_of_training_is_not_evaluated_before() -> None:
+    class Fails(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            raise AssertionError("called")
+
+    replica = Plain().holding(Line(), IDLE)
+    replica.may_evaluate_first = False
+    evaluator(replica, Fails()).try_first_batches()
+
+
 def test_callbacks_are_not_called_for_the_batches_before_training() -> None:
     class Averages(Callback):
         def evaluating(self) -> AbstractContextManager[None]:

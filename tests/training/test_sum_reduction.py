@@ -41,7 +41,7 @@ def refused(
 def test_a_mean_is_refused_with_its_values_and_a_hint() -> None:
     with pytest.raises(
         UsageError,
-        match=r"^Given\.loss returns a mean over the batch: 3 for 4 samples, and 1\.5 and 4\.5 for its halves$",
+        match=r"(?m)^Given\.loss returns a mean over the batch: 3 for 4 samples, and 1\.5 and 4\.5 for its halves$",
     ) as caught:
         check_sum_reduction(nn.Identity(), Given(torch.mean), FOUR, 4)
     assert 'reduction="sum"' in caught.value.hints[0]

@@ -44,6 +44,8 @@ class ZeroReplica(Replica):
         """Starts the engine; raises StrategyError if it does not run with the requested settings."""
         self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
         self.unwrapped, self.optimizer = model, optimizer
+        # ZeRO-3 records the order of gathers in its first forward pass, and gathers small weights from then on.
+        self.may_evaluate_first = strategy.stage != 3
         self.gradients = Gradients(model, self.world.global_ranks, hints=EVERY_PASS)
         self._updated = False  # True after the first step of this process
         fp16 = self.train.precision == "fp16"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpforge.compat import tree_leaves
+from ddpforge.components.errors import BuildFailed
 from ddpforge.data.pytree import close
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.pipeline.segments import Segment, declaration, declared_segments, held_by, named_tensors
@@ -79,7 +80,8 @@ def meta_device(case: Case, worlds: MultiRankRuns) -> None:
         with torch.device("meta"):
             model = case.build()
     except Exception as error:
-        breach = blame(error, "a build on the meta device, without values of tensors", case.component)
+        cause = error.__cause__ if isinstance(error, BuildFailed) else None
+        breach = blame(cause or error, "a build on the meta device, without values of tensors", case.component)
         raise Breach(breach.expected, breach.found, where=breach.where, hints=hints) from error
     here = [name for name, tensor in model.state_dict().items() if not tensor.is_meta]
     if here:

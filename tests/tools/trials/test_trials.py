@@ -152,7 +152,7 @@ def test_data_show_prints_the_first_training_batches() -> None:
 def test_data_show_builds_no_model() -> None:
     Path("never.py").write_text("def model() -> None:\n    raise RuntimeError('it was built')\n")
     assert shown("--batches", "1", "model={use='./never.py:model'}").stdout == shown("--batches", "1").stdout
-    refused = CliRunner().invoke(main, ["run", "tiny.toml", "model={use='./never.py:model'}"])
+    refused = CliRunner().invoke(main, ["check", "tiny.toml", "--build", "model={use='./never.py:model'}"])
     assert "it was built" in refused.output
 
 
