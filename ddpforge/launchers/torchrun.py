@@ -30,7 +30,12 @@ __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}  # for ranks that must compute on the CPU
 _GRACE = 5.0  # seconds for ranks to end by themselves
-_HOOKS = ("_monitor_workers", "_restart_workers", "_shutdown")  # documented by torch for subclasses of its agent
+_HOOKS = (
+    "_monitor_workers",
+    "_rendezvous",
+    "_restart_workers",
+    "_shutdown",
+)  # documented by torch for subclasses of its agent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
