@@ -53,12 +53,8 @@ def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: floa
     _SERVER.set_forkserver_preload(_warmed)
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-    with TemporaryDirectory() as folder:
+    world: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    with TemporaryDirectory() as folder, reserved_port() as world["MASTER_PORT"]:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         started = []
         for rank, output in enumerate(outputs):
@@ -78,6 +74,19 @@ def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: floa
         code = max(abs(process.exitcode or 0) for process in started)
         out, err = ("".join(path.with_suffix(kind).read_text() for path in outputs) for kind in (".out", ".err"))
     return CompletedProcess(arguments, code, out, err)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a port of this machine that only a server with SO_REUSEADDR can take, as torch's rendezvous store has it.
+
+    The port stays bound without listening. Otherwise the system may give it to another process, as a server's port or
+    as the near end of a connection, before rank 0 listens on it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from shutil import copy
 import pytest
 from support import SUPPORT
 from support.counted import per_step, recipe
-from support.launched import free_port
 from support.pretended import environment, on_path, with_changes
+
+from ddpforge.testing.ranks import reserved_port
 
 Counts = dict[str, float]
 
@@ -57,21 +58,22 @@ def _count(folder: Path, case: str, number: int) -> None:
     env["PYTHONPATH"] += f":{SUPPORT.parent}"
     # cuBLAS's workspaces of 64 MiB would hide differences of small models.
     env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PORT_OF_OURS": str(free_port())}
-    world |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    world = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
     command = [sys.executable, "counted.py", *case.split()]
     started = []
-    for rank in range(number):
-        of_rank = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if number > 1 else {}
-        with (folder / f"output-{rank}").open("w") as output:
-            started.append(
-                subprocess.Popen(command, cwd=folder, env=env | of_rank, stdout=output, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [process.wait(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with reserved_port() as port, reserved_port() as port_of_ours:
+        world |= {"MASTER_PORT": str(port), "PORT_OF_OURS": str(port_of_ours)}
+        for rank in range(number):
+            of_rank = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if number > 1 else {}
+            with (folder / f"output-{rank}").open("w") as output:
+                started.append(
+                    subprocess.Popen(command, cwd=folder, env=env | of_rank, stdout=output, stderr=subprocess.STDOUT)
+                )
+        try:
+            codes = [process.wait(timeout=300) for process in started]
+        finally:
+            for process in started:
+                process.kill()
     assert not any(codes), "\n".join((folder / f"output-{rank}").read_text() for rank in range(number))
 
 

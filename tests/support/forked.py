@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Strategy, World
 from ddpforge.ranks.join import join
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.testing.ranks import reserved_port
 from support.saved_tensors import Saved
 
 
@@ -42,10 +42,7 @@ def in_ranks(
     is forked within `forking(rank)`. Rank 0 keeps the rendezvous store until the others have ended: they may still be
     joining a group that rank 0 has joined.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, reserved_port() as port:
         answers = [Path(folder) / str(rank) for rank in range(ranks)]
         children: list[int] = []
         stays, leaves = os.pipe()

@@ -6,13 +6,11 @@ way a launched rank leaves. `tests/launchers/test_launch.py` covers the launcher
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,37 +142,26 @@ def _start(
 ) -> dict[str, Any]:
     if restarts is not None:
         return _start_launcher(arguments, nproc, cwd, env, timeout, restarts)
-    port = free_port()
+    from ddpforge.testing.ranks import reserved_port
+
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)
     children = []
-    for rank in range(nproc):
-        world = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-        }  # fmt: skip
-        child = os.fork()
-        if child == 0:
-            _rank(arguments, cwd, {key: str(value) for key, value in world.items()} | env, output)
-        children.append(child)
-
-    codes = _wait(children, timeout)
+    with reserved_port() as port:
+        for rank in range(nproc):
+            world = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+            }  # fmt: skip
+            child = os.fork()
+            if child == 0:
+                _rank(arguments, cwd, {key: str(value) for key, value in world.items()} | env, output)
+            children.append(child)
+        codes = _wait(children, timeout)
     texts = {
         kind: "".join((output / f"{kind}-{rank}").read_text() for rank in range(nproc)) for kind in ("stdout", "stderr")
     }
     return {"codes": codes, **texts}
-
-
-def free_port() -> int:
-    """Returns a free port outside of the range for connections: one of them could take it before rank 0 does."""
-    for port in _PORTS:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError  # the ports have no end
-
-
-_PORTS = (10_000 + (os.getpid() * 97 + number) % 19_000 for number in count())  # torchrun has 29,400 and 29,500
 
 
 def _start_launcher(
