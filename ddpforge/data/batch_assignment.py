@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -221,8 +221,8 @@ class BatchAssigner:
             return _Whole(self.order), 1
         return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
-    def _block(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
-        """Yields the requests of several steps, after one call of the order for all of them."""
+    def _block(self, placed: SampleBlock, steps: range) -> Iterable[Request]:
+        """Returns the requests of several steps, after one call of the order for all of them."""
         plan: list[tuple[range, tuple[int, int, int, int, bool, int, int]]] = []  # places, other fields of a request
         share = self.terms.share
         for step in steps:
@@ -233,13 +233,10 @@ class BatchAssigner:
                 whose = share.whose(number, len(micro))
                 plan.append((places, (step, epoch, len(part), size, number + 1 == len(micro), *whose)))
 
-        ids = self._ids(placed, [places for places, _ in plan], [rest[0] for _, rest in plan])
-        cursor = 0
-        for places, rest in plan:
-            yield Request(ids[cursor : cursor + len(places)], *rest)
-            cursor += len(places)
+        ids = iter(self._ids(placed, [places for places, _ in plan], [rest[0] for _, rest in plan]))
+        return [Request([*islice(ids, len(places))], *rest) for places, rest in plan]
 
-    def _stepwise(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
+    def _stepwise(self, placed: SampleBlock, steps: range) -> Iterable[Request]:
         """Yields the requests of several steps, one step at a time; a limit divides the samples by their lengths."""
         share, limit = self.terms.share, self.terms.limit
         for step in steps:

@@ -62,7 +62,9 @@ class _Fetcher(Dataset[MicroBatch]):
         turn = request.epoch if self.once else request.step
         earlier = request.earlier or [0] * len(request.ids)
         if self.batched:
-            fetched = self._batch(turn, request.ids, earlier[0])
+            if self.random:
+                self._seed(turn, request.ids[0], earlier[0])
+            fetched = self.data.__getitems__(request.ids)
         else:
             fetched = [self._sample(turn, *one) for one in zip(request.ids, earlier, strict=True)]
         _, _, _, samples, step_samples, last, shard, number, _ = request
@@ -70,11 +72,6 @@ class _Fetcher(Dataset[MicroBatch]):
         sources = self.data.source_of(request.ids).tolist() if isinstance(self.data, Sources) else None
         batch = self.collate(fetched)
         return MicroBatch(batch, samples, step_samples, last, shard, number, places=places, sources=sources)
-
-    def _batch(self, turn: int, ids: list[int], earlier: int) -> Any:
-        if self.random:
-            self._seed(turn, ids[0], earlier)
-        return self.data.__getitems__(ids)
 
     def _seed(self, turn: int, index: int, earlier: int) -> None:
         """Seeds the RNGs for a sample, which comes `earlier` times before in the step: each time it differs."""

@@ -168,6 +168,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     device with streams use a separate one and overlap with earlier forward and backward passes, see
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams; batches of up to 256 KiB use the current stream.
     """
+    if device.type == "cpu" and type(batch) is tuple and {type(x) is Tensor and x.is_cpu for x in batch} == {True}:
+        return batch
     kind = device_kind(device)
     if not kind.has_streams or sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor)) <= _SMALL:
         return _moved(batch, device)

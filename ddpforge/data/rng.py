@@ -21,7 +21,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
-    if device is not None:
+    if device is not None and device.type != "cpu":
         device_kind(device).seed(seed, device)
 
 

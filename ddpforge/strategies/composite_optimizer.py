@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,11 +49,12 @@ class AlternatingOptimizer(CompositeOptimizer):
         self.clip_norms = clip_norms
 
 
-def member_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yields the name and the optimizer of each part, e.g. "generator"; for a single optimizer, "" and itself."""
+def member_optimizers(optimizer: Optimizer) -> Sequence[tuple[str, Optimizer]]:
+    """Returns the name and the optimizer of each part, e.g. "generator"; for a single optimizer, "" and itself."""
     if not isinstance(optimizer, CompositeOptimizer):
-        yield "", optimizer
-        return
-    for name, part in optimizer.parts.items():
-        for inner, member in member_optimizers(part):
-            yield "/".join(filter(None, (name, inner))), member
+        return [("", optimizer)]
+    return [
+        ("/".join(filter(None, (name, inner))), member)
+        for name, part in optimizer.parts.items()
+        for inner, member in member_optimizers(part)
+    ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import device_kind
-from ddpforge.strategies.composite_optimizer import member_optimizers
+from ddpforge.strategies.composite_optimizer import CompositeOptimizer, member_optimizers
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -25,15 +26,19 @@ __all__ = ["Precision", "check_float64", "precision_for", "recomputed_casts"]
 class Precision:
     """Precisions fp32 and bf16: forward passes under autocast (bf16 only), gradients without scaling."""
 
+    scales = False  # True if `unscale` must be called before gradients are read
+
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
         self.dtype = dtype
+        self.forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Wraps a forward pass and its loss in autocast; weights stay fp32 and are cast on use."""
+        if dtype is not None:
+            self.forward = partial(torch.autocast, device.type, dtype=dtype)
+        kind = device_kind(device)
+        self._fuses_on_device = kind.fuses_optimizers and not kind.is_host
         self._momenta = _Momenta()
         self._one: Tensor | None = None  # 1.0 on the device, in the dtype of the norm
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Wraps a forward pass and its loss in autocast; weights stay fp32 and are cast on use."""
-        return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
     @contextmanager
     def sharded_forward(self, *, compiled: bool) -> Iterator[None]:
@@ -64,17 +69,17 @@ class Precision:
 
     def update(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Steps `optimizer` unless `norm`, the norm of all gradients, is not finite."""
+        if not isinstance(optimizer, CompositeOptimizer):
+            return self._update(optimizer, norm)
         for _, member in member_optimizers(optimizer):
             self._update(member, norm)
 
     def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
         # Fused optimizers on CUDA check the norm on the device. Others need it on the host: free on a CPU, one
         # synchronisation per step on a GPU. A fused SGD needs it on the host too, in the step in which momentum begins.
-        beginning = self._momenta.beginning(optimizer)
+        beginning = self._momenta.beginning(optimizer) if isinstance(optimizer, SGD) else ()
         fused: Any = optimizer
-        kind = device_kind(self.device)
-        on_device = kind.fuses_optimizers and not kind.is_host
-        if on_device and not beginning and compat.decides_on_device(optimizer):
+        if self._fuses_on_device and not beginning and compat.decides_on_device(optimizer):
             fused.found_inf = self._is_nonfinite(norm)
             optimizer.step()
             fused.found_inf = None  # of this step only
@@ -110,9 +115,12 @@ class LossScaling(Precision):
     """Precision fp16: scales the loss up so that small gradients survive.
 
     An overflow skips the step and lowers the scale.
+
     The order is that of Micikevicius et al., "Mixed Precision Training" (2018), and of torch's AMP examples: unscale,
     measure the norm, clip, step, update the scale.
     """
+
+    scales = True
 
     def __init__(self, device: torch.device, gradients_on: torch.device | None = None) -> None:
         super().__init__(device, torch.float16)
@@ -183,9 +191,9 @@ class _Momenta:
         # Optimizer → number of weights in its state once all have momentum: no check is needed until that changes.
         self._complete: dict[int, int] = {}
 
-    def beginning(self, optimizer: Optimizer) -> Sequence[dict[str, Any]]:
+    def beginning(self, optimizer: SGD) -> Sequence[dict[str, Any]]:
         """Returns the groups in which a weight gets its first momentum in this step."""
-        if not isinstance(optimizer, SGD) or len(optimizer.state) == self._complete.get(id(optimizer)):
+        if len(optimizer.state) == self._complete.get(id(optimizer)):
             return ()
         state = optimizer.state
         groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]

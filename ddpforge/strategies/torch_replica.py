@@ -150,13 +150,15 @@ class TorchReplica(Replica):
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` times `scale`, and for fp16 times the loss scale."""
-        check_loss(loss)
+        if loss.ndim or not loss.requires_grad:
+            check_loss(loss)
         self.precision.backward(loss, scale)
 
     def step(self) -> Tensor:
         """Unscales, measures the norm, clips, updates, clears: in this order at every precision."""
         self.updated = True
-        self.precision.unscale(self.optimizer)
+        if self.precision.scales:
+            self.precision.unscale(self.optimizer)
         norm = self.norm(self.gradients.collect())
         self.on_gradient(norm)
         if self.clip_norm is not None and not self._is_within(norm, self.clip_norm):

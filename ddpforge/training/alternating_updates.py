@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getsourcefile
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import PluginError, StrategyError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlternatingUpdates",
+    "TakesSteps",
     "UpdateTask",
     "accepts_update",
     "batches_per_step",
@@ -29,7 +30,6 @@ __all__ = [
     "finish_metrics",
     "metric_name",
     "reported_metrics",
-    "step_function",
     "tasks_by_update",
     "update_names",
     "update_schedule",
@@ -120,11 +120,17 @@ def metric_name(name: str, update: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the updates
-StepFunction: TypeAlias = "Callable[..., tuple[dict[str, Total], Tensor]]"
-"""Takes an update on micro-batches, as `Stepper.train_step` does; returns totals and the gradient's norm."""
+GlobalBatch: TypeAlias = "tuple[MicroBatch, Iterable[MicroBatch]]"
+"""This rank's first micro-batch of a global batch, and all its micro-batches."""
 
-StepBatches: TypeAlias = "Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]"
-"""The global batches of a step: the first micro-batch of each on this rank, and all its micro-batches."""
+
+class TakesSteps(Protocol):
+    """Takes steps of the weights: a stepper, several of them in turn, or one that restores buffers after bad steps."""
+
+    def train_step(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
+    ) -> tuple[dict[str, Total], Tensor]:
+        """Takes a step on a global batch; returns the totals of the metrics, and the norm of the gradient (0-d)."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +156,6 @@ def batches_per_step(updates: Mapping[str, UpdateComponent]) -> int:
     return sum(update.new_batch for update in update_schedule(updates))
 
 
-def step_function(
-    replica: Replica, steps: Mapping[str, StepFunction], updates: Mapping[str, UpdateComponent]
-) -> Callable[..., tuple[dict[str, Total], Tensor]]:
-    """Returns the function that takes a step on `draws`: one update, or the updates of all `updates`."""
-    if updates:
-        return AlternatingUpdates(replica, steps, updates).train_step
-    only = steps[""]
-    return lambda step, draws, *, measure: only(step, *next(draws), measure=measure)
-
-
 class AlternatingUpdates:
     """Takes steps of several updates: the recipe's `updates`, in the order of the task, each by its function.
 
@@ -167,9 +163,14 @@ class AlternatingUpdates:
     """
 
     def __init__(
-        self, replica: Replica, steps: Mapping[str, StepFunction], updates: Mapping[str, UpdateComponent]
+        self,
+        replica: Replica,
+        steppers: Mapping[str, TakesSteps],
+        updates: Mapping[str, UpdateComponent],
+        draw: Callable[[], GlobalBatch],
     ) -> None:
-        self._steps, self.updates = steps, update_schedule(updates)
+        """Prepares the updates; `draw` returns the next global batch, after the first one of a step."""
+        self._steppers, self.updates, self._draw = steppers, update_schedule(updates), draw
         self._replica = cast(AlternatesUpdates, replica)
         if not isinstance(replica, AlternatesUpdates):
             raise StrategyError(
@@ -177,24 +178,26 @@ class AlternatingUpdates:
                 hints=['set strategy.use = "ddp" or "fsdp"'],
             )
 
-    def train_step(self, step: int, draws: StepBatches, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
-        """Takes one step on the global batches of `draws`; the norm (0-d) is over all parameters."""
+    def train_step(
+        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
+    ) -> tuple[dict[str, Total], Tensor]:
+        """Takes one step, whose first global batch is given; the norm (0-d) is over all parameters."""
         import torch
 
         from ddpforge.training.totals import add
 
         found: dict[str, Total] = {}
         norms: dict[str, list[Tensor]] = {}
-        for number, update in enumerate(self.updates):
-            if update.new_batch:
-                first, micro_batches = next(draws)
-            if update.shared:
+        for number, one in enumerate(self.updates):
+            if number and one.new_batch:
+                first, micro_batches = self._draw()
+            if one.shared:
                 micro_batches = list(micro_batches)
-            train_step = self._steps[update.name]
-            with self._replica.select_update(update.name):
-                totals, norm = train_step(step, first, micro_batches, measure=measure, update=number)
-            add(found, {metric_name(name, update.name): total for name, total in totals.items()})
-            norms.setdefault(update.name, []).append(norm)
+            stepper = self._steppers[one.name]
+            with self._replica.select_update(one.name):
+                totals, norm = stepper.train_step(step, first, micro_batches, measure=measure, update=update + number)
+            add(found, {metric_name(name, one.name): total for name, total in totals.items()})
+            norms.setdefault(one.name, []).append(norm)
         means = {update: _root_mean_square(each) for update, each in norms.items()}
         found |= {metric_name("grad_norm", update): Total(norm, 1) for update, norm in means.items()}
         return found, torch.linalg.vector_norm(torch.stack(list(means.values())))

@@ -22,6 +22,7 @@ from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import HOOKS, place
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
@@ -56,6 +57,7 @@ def assemble(
     init_from: str | None = None,
     begins: bool = True,
     trained: bool = False,
+    saving: CheckpointSaver | None = None,
 ) -> Trainer:
     """Returns a trainer for the built `parts`; no checkpoint is restored yet.
 
@@ -66,7 +68,8 @@ def assemble(
         init_from: the source of initial weights, see `interop.initial`.
         begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
         trained: True if the run has trained steps before. If not, the first step is checked against the whole model
-            (see `whole`), and its loss against the loss of its halves.
+            (see `reference_check`), and its loss against the loss of its halves.
+        saving: replaces the saver of checkpoints, e.g. for a trial that saves nothing.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
@@ -106,6 +109,7 @@ def assemble(
         ),
         checkpoints=checkpoints,
         tracker=tracker,
+        saving=saving,
         shows=shows,
         whole=whole,
         sources=source_losses(parts),

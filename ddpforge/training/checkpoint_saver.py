@@ -46,6 +46,7 @@ class CheckpointSaver:
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
         self._ranks = ranks
+        self.copying = False  # whether weights may still be being copied, so that `before_update` must be called
         self._reserved = False  # whether memory for copies is reserved
         self._left_out: Mapping[str, Any] = {}  # checksums of the weights that checkpoints omit
 
@@ -55,7 +56,7 @@ class CheckpointSaver:
         return self.checkpoints.ready()
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
-        """Begins to save; `settle` waits for the end."""
+        """Begins to save; `wait_for_pending` waits for the end."""
         heartbeat.beat(heartbeat.SAVE)
         self.wait_for_pending()
         self._replica.sync_buffers()
@@ -74,6 +75,7 @@ class CheckpointSaver:
         )
         self.checkpoints.save(facts, self._own(state))
         self.step = progress.step
+        self.copying = self.settings.async_save
         if not self.settings.async_save:
             self.wait_for_pending(last=last)
 
@@ -87,6 +89,7 @@ class CheckpointSaver:
 
     def before_update(self) -> None:
         """Waits until the weights that are being saved are copied: call it before an update or any other change."""
+        self.copying = False
         self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:

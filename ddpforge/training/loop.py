@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,11 +29,10 @@ from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 from ddpforge.training.alternating_updates import (
-    StepBatches,
-    StepFunction,
+    AlternatingUpdates,
+    TakesSteps,
     batches_per_step,
     reported_metrics,
-    step_function,
     tasks_by_update,
     update_schedule,
 )
@@ -106,6 +105,7 @@ class Trainer:
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
+        saving: CheckpointSaver | None = None,
         shows: MediaLogger | None = None,
         unsaved: Unsaved | None = None,
         whole: ReferenceCheck | None = None,
@@ -116,7 +116,7 @@ class Trainer:
         self.plan, self.training, self.evaluator = plan, training, evaluator
         self._workers, self._epochs_of_sources = training.workers, training.epochs_of_sources
         self.callbacks, self.tracker = callbacks, tracker
-        self.saving = CheckpointSaver(
+        self.saving = saving or CheckpointSaver(
             checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.global_ranks
         )
         self._recipe = recipe
@@ -161,10 +161,9 @@ class Trainer:
         self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._steppers_by_update(compares=compares, whole=whole, sources=sources)
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}
-        self._train_step, self._draws = (
-            step_function(replica, self._update_functions(), updates),
-            batches_per_step(updates),
-        )
+        self._draws = batches_per_step(updates)
+        takers = self._step_takers()
+        self._stepper = AlternatingUpdates(replica, takers, updates, self._draw) if updates else takers[""]
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
 
     def _steppers_by_update(
@@ -190,17 +189,17 @@ class Trainer:
                     *compare_whole,
                     *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
                 ],
-                before_update=lambda: self.saving.before_update(),  # looked up late: a trial replaces `saving`
+                saving=self.saving,
             )
             for update, one in tasks_by_update(self.task).items()
         }
 
-    def _update_functions(self) -> dict[str, StepFunction]:
-        """Returns the function that takes an update step, by update."""
+    def _step_takers(self) -> dict[str, TakesSteps]:
+        """Returns the object that takes the steps of an update, by update."""
         train = self._recipe.train
         keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
         return {
-            update: (KeepsBuffers(stepper, self._stateful) if keeps else stepper).train_step
+            update: KeepsBuffers(stepper, self._stateful) if keeps else stepper
             for update, stepper in self._steppers.items()
         }
 
@@ -278,7 +277,7 @@ class Trainer:
             self.saving.wait_for_pending(last=True)
 
     def _train(self) -> Iterator[StepInfo]:
-        source = self.training.training(self.progress.step * self._draws)
+        self._source = self.training.training(self.progress.step * self._draws)
         self._prepare()
         reading_is_free = _reading_is_free(self.world.device)
         # A stop that was requested during the start does not wait for the first step, which may have to be compiled.
@@ -293,7 +292,7 @@ class Trainer:
             logs = step == 1 or step == self.end or step % self.log_every == 0
             agrees = logs or step % self.consensus.every == 0
             try:
-                totals = self._step(step, source, measure=logs)
+                totals = self._step(step, measure=logs)
             except NoData:
                 if self._drawn or self.progress.step == 0:
                     raise  # in the middle of a step, or before the first step
@@ -312,14 +311,16 @@ class Trainer:
 
             info = self._info(means)
             ended = self._report(info) or step == self.end or stops or "end" in wanted
-            evaluates = self._must_evaluate(step, wanted, ended=ended, stops=stops)
+            evaluates = False
+            if self.eval_cadence and not (stops and step < self.end):  # a stop does not wait for an evaluation
+                evaluates = ended or self.eval_cadence.due(step, wanted)
             saves = self.save_cadence.due(step, wanted)
             if evaluates or saves or ended:
                 # The result of a bad step is neither evaluated nor saved.
                 self.nonfinite.apply(self.progress, log_bad, logs=False)
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
-            if ended or saves or self._is_best(step):
+            if ended or saves or (evaluates and self._is_best(step)):
                 self._save(last=ended)
             yield info
 
@@ -348,7 +349,7 @@ class Trainer:
         return alarms
 
     # ------------------------------------------------------------------------------------------ one step
-    def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
+    def _step(self, step: int, *, measure: bool) -> dict[str, Total]:
         """Takes one step; returns this rank's totals: the losses and, with `measure`, the task's metrics."""
         self._shows.step = step
         heartbeat.enter_step(step)
@@ -356,14 +357,15 @@ class Trainer:
         self._rates.set(step - 1, self._factor)
 
         self._drawn = []
-        draws = self._draw(source)
         totals: dict[str, Total] = {}
+        first, micro_batches = self._draw()
         if step in self.progress.skipped_steps:
-            for _, micro_batches in draws:
-                deque(micro_batches, maxlen=0)
+            deque(micro_batches, maxlen=0)
+            for _ in range(1, self._draws):
+                deque(self._draw()[1], maxlen=0)
             self.saving.before_update()  # callbacks after a step may change weights, too
         else:
-            totals, norm = self._train_step(step, draws, measure=measure)
+            totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure)
             self.nonfinite.norms.add(step, norm)
             if self._reads_gradients and self._shown_gradient is None:
                 kind = type(self.replica).__name__
@@ -381,14 +383,13 @@ class Trainer:
         self.consensus.pace.steps += 1
         return totals
 
-    def _draw(self, source: Iterator[MicroBatch]) -> StepBatches:
-        """Yields the global batches of a step; the caller must consume each before the next."""
-        for _ in range(self._draws):
-            heartbeat.beat(heartbeat.DATA)
-            with waiting_for_data:
-                first = next(source)
-            self._drawn.append(first)
-            yield first, _until_last(first, source)
+    def _draw(self) -> tuple[MicroBatch, Iterable[MicroBatch]]:
+        """Returns the next global batch: this rank's first micro-batch, and all; the caller must use up all of them."""
+        heartbeat.beat(heartbeat.DATA)
+        with waiting_for_data:
+            first = next(self._source)
+        self._drawn.append(first)
+        return first, (first,) if first.last else _until_last(first, self._source)
 
     def _wanted_factor(self) -> float:
         """Returns the product of the callbacks' `lr_factor`; raises PluginError for an invalid factor."""
@@ -530,11 +531,6 @@ class Trainer:
     def _log(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics |= row
         self.tracker.log(step, row)
-
-    def _must_evaluate(self, step: int, wanted: Collection[str], *, ended: bool, stops: bool) -> bool:
-        if self.eval_cadence is None or (stops and step < self.end):
-            return False  # a stop does not wait for an evaluation
-        return ended or self.eval_cadence.due(step, wanted)
 
     def _owes_evaluation(self) -> bool:
         step = self.progress.step

@@ -20,6 +20,7 @@ from ddpforge.ranks import heartbeat
 from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.source_losses import SourceLosses
 from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
@@ -59,7 +60,7 @@ class Stepper:
         statistics: BatchNormAverager | None = None,
         sources: SourceLosses | None = None,
         first_checks: Iterable[Callable[[MicroBatch], None]] = (),
-        before_update: Callable[[], None] = lambda: None,
+        saving: CheckpointSaver | None = None,
     ) -> None:
         """Prepares the steps of `replica` with the losses of `task`.
 
@@ -70,12 +71,12 @@ class Stepper:
             statistics: averages BatchNorm statistics over virtual ranks.
             sources: measures the losses of the sources of a mixture.
             first_checks: functions that are called once, with the very first micro-batch.
-            before_update: function that is called before the weights change.
+            saving: copies weights for a checkpoint; an update waits for it.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.unwrapped if stateful is None else stateful
         self._update, self._statistics, self._sources = update, statistics, sources
-        self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
+        self._seed, self._first_checks, self._saving = seed, list(first_checks), saving
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
         self._ranks = torch.tensor(float(world.dp_ranks.size), dtype=torch.float64)
@@ -97,7 +98,8 @@ class Stepper:
         if not isinstance(items, int) and not items.some:
             self._empty = self._empty + (items.total() <= 0)  # on the device of the number: nothing waits for it
         heartbeat.beat(heartbeat.STEP)
-        self._before_update()
+        if self._saving and self._saving.copying:
+            self._saving.before_update()
         if self._update is None:
             return totals, self._replica.step()
         again = partial(self.forward_backward, step, update, micro_batches, items, measure=False)

@@ -31,6 +31,8 @@ def loss_total(loss: Tensor, items: Tensor | int) -> Total:
     """Returns a copy of a summed loss that can be added up, with its items; zero for padding samples."""
     if isinstance(items, int) and not items:
         return Total(torch.zeros((), dtype=torch.float64), 0)
+    if isinstance(items, int) and loss.device.type == "cpu":
+        return Total(loss.detach().to(torch.float64, copy=True), items)
     return _exact_total(Total(loss, items))
 
 

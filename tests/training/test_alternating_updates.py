@@ -17,10 +17,10 @@ from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, UpdateComponent
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
 from ddpforge.training.alternating_updates import (
+    AlternatingUpdates,
     batches_per_step,
     component_name,
     finish_metrics,
-    step_function,
     tasks_by_update,
     update_names,
 )
@@ -68,9 +68,9 @@ def batches(number: int) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
 
 def run(turns: dict[str, UpdateComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Recorder, Any]:
     noted = Recorder(norms)
-    functions: Any = dict.fromkeys(turns, noted.train_step)
-    step = step_function(noted, functions, turns)  # type: ignore[arg-type]
-    return noted, step(1, batches(batches_per_step(turns)), measure=True)
+    drawn = batches(batches_per_step(turns))
+    several = AlternatingUpdates(noted, dict.fromkeys(turns, noted), turns, lambda: next(drawn))  # type: ignore[arg-type]
+    return noted, several.train_step(1, *next(drawn), measure=True)
 
 
 # ---------------------------------------------------------------------------------------------- updates and batches

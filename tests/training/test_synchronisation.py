@@ -28,6 +28,7 @@ from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup, SingleRank
 from ddpforge.ranks.metric_reduction import MetricReduction
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
+from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.single import Single
 from ddpforge.tools.simulation.fake import fake_world
 from ddpforge.training.step import Stepper
@@ -154,7 +155,7 @@ def test_a_step_of_fsdp_reads_at_most_the_norm_from_the_device(
             model = gpt()
         model = strategy.wrap(model, list(model.blocks))  # type: ignore[assignment]
         replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
-        replica.precision.device = DEVICE
+        replica.precision = precision_for("fp32", DEVICE)
         for _ in range(3):
             with Reads() as found:
                 for last in (False, True):

@@ -342,7 +342,7 @@ def _fall(horizon: Horizon, warmup: Duration, min_lr_ratio: float, shape: Callab
 
 
 def _after_warmup(steps: int, schedule: Schedule) -> Schedule:
-    return lambda s: (s + 1) / steps if s < steps else schedule(s)
+    return (lambda s: (s + 1) / steps if s < steps else schedule(s)) if steps else schedule
 
 
 def _warmup_steps(horizon: Horizon, warmup: Duration) -> int:

@@ -70,8 +70,12 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the summed cross-entropy, and the logits."""
-        inputs, classes = pair(batch, "classification", "(inputs, classes)")
-        logits = one_tensor(model(inputs), "classification")
+        from torch import Tensor
+
+        is_pair = type(batch) is tuple and len(batch) == 2 and isinstance(batch[1], Tensor)
+        inputs, classes = batch if is_pair else pair(batch, "classification", "(inputs, classes)")
+        outputs = model(inputs)
+        logits = outputs if isinstance(outputs, Tensor) else one_tensor(outputs, "classification")
         return self.cross_entropy(logits, classes), logits
 
     def loss_from_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -92,16 +96,16 @@ class Classification(Task):
         return F.cross_entropy(
             logits.float(),
             classes,
-            weight=self._weights(logits.device),
+            weight=None if self.class_weights is None else self._weights(logits.device),
             reduction="sum",
             label_smoothing=self.label_smoothing,
             ignore_index=IGNORED if self.ignore_index is None else self.ignore_index,
         )
 
-    def _weights(self, device: torch.device) -> Tensor | None:
+    def _weights(self, device: torch.device) -> Tensor:
         import torch
 
-        return None if self.class_weights is None else torch.tensor(self.class_weights, device=device)
+        return torch.tensor(self.class_weights, device=device)
 
     def classes_of(self, batch: Any) -> Tensor:
         """Returns the classes of a batch, or their probabilities."""
@@ -121,9 +125,15 @@ class Classification(Task):
             if self.ignore_index is None:
                 reject_no_class(targets, self.task_name)
             counted = targets if self.ignore_index is None else targets[targets != self.ignore_index]
-            weights = self._weights(targets.device)
+            weights = None if self.class_weights is None else self._weights(targets.device)
             return counted_weight(weights, counted)
-        if (classes := parts_of(batch)[1]) is not None:  # a subclass may take batches of another form
+        from torch import Tensor
+
+        # Reading classes on a GPU would wait for it. A subclass may take batches of another form.
+        classes = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if not isinstance(classes, Tensor) or not classes.is_cpu:
+            return None
+        if classes.is_floating_point() or (classes < 0).any():
             reject_no_class(classes, self.task_name)
         return None
 

@@ -28,7 +28,12 @@ from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.tools.simulation.devices import Work
 from ddpforge.tools.simulation.fake import Post, fake_batch, fake_mode, fake_world, without_memory
 from ddpforge.training import assemble
-from ddpforge.training.alternating_updates import batches_per_step, step_function, tasks_by_update
+from ddpforge.training.alternating_updates import (
+    AlternatingUpdates,
+    GlobalBatch,
+    TakesSteps,
+    tasks_by_update,
+)
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.media import MediaLogger
@@ -200,8 +205,10 @@ class _Rank:
         }
         for stepper in steppers.values():
             stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
-        functions = {update: stepper.train_step for update, stepper in steppers.items()}
-        self._train_step = step_function(self._replica, functions, parts.updates)
+        self._batch: GlobalBatch  # of the current step; all of its updates take the same
+        self._stepper: TakesSteps = steppers.get("") or AlternatingUpdates(
+            self._replica, steppers, parts.updates, lambda: self._batch
+        )
 
     def _place_others(self) -> None:
         """Places the auxiliary modules of the task, and the weights that callbacks keep."""
@@ -306,10 +313,10 @@ class _Rank:
         return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
-        draws = ((first, iter(batches)) for _ in range(batches_per_step(self._parts.updates)))
+        self._batch = first, batches
         self._replica.module.train()
         self._replica.on_gradient = lambda _: self._note()
-        self._train_step(number, draws, measure=False)
+        self._stepper.train_step(number, *self._batch, measure=False)
         self._phase = heartbeat.DATA
         self._note()
 

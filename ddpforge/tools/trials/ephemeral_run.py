@@ -89,16 +89,20 @@ def open_ephemeral(
 def _trainer(dealt: Dealt, world: World, peers: WriterGroup, folder: Path, life: ExitStack) -> Trainer:
     settings = dealt.recipe.checkpoint
     checkpoints = Checkpoints(folder, settings, peers=peers, ranks=world.global_ranks)
-    trainer = assemble(dealt, world, checkpoints, Tracker(), folder=folder, life=life, init_from=settings.init_from)
-    trainer.saving = _NotSaving()
-    return trainer
+    return assemble(
+        *(dealt, world, checkpoints, Tracker()),
+        folder=folder,
+        life=life,
+        init_from=settings.init_from,
+        saving=_NotSaving(),
+    )
 
 
 class _NotSaving(CheckpointSaver):
     """Saves nothing; records only the step that would have been saved."""
 
     def __init__(self) -> None:
-        self.step = None
+        self.step, self.copying = None, False
 
     @property
     def ready(self) -> bool:
@@ -110,9 +114,6 @@ class _NotSaving(CheckpointSaver):
         self.step = progress.step
 
     def reserve(self) -> None:
-        """Does nothing, because nothing is copied."""
-
-    def before_update(self) -> None:
         """Does nothing, because nothing is copied."""
 
     def wait_for_pending(self, *, last: bool = False) -> None:
