@@ -1,8 +1,12 @@
-"""Runs of ddpforge 0.4 are resumed, evaluated, exported, compared and reported like runs of this version.
+"""Runs of ddpforge 0.4 and 0.5 are resumed, evaluated, exported, compared and reported like runs of this version.
 
 `tests/runs/data/run-0.4` was written by 0.4.0: a GAN with two updates a step, stopped by SIGTERM at step 6 of 12. Most
 keys and options of its recipe, the state and a metric have other names now. The numbers here come from 0.4.0, which
 continued the run itself.
+
+`tests/runs/data/run-0.5` was written by 0.5.0 on two ranks under FSDP: two layers with local code, a frozen bias, EMA
+and virtual ranks, stopped at step 8 of 12 before the evaluation of that step. Its numbers come from 0.5.0, too. Older
+checkpoints than these are in `tests/checkpoint/golden`, and older recipes in `tests/recipe/data`.
 """
 
 import json
@@ -18,7 +22,8 @@ from ddpforge.cli import main
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 
-KEPT = Path(__file__).parents[1] / "runs/data/run-0.4"
+DATA = Path(__file__).parents[1] / "runs/data"
+KEPT = DATA / "run-0.4"
 EVALUATED = {  # by 0.4, at steps 4 and 12
     4: {"eval/loss": 2.0990142822265625, "eval/loss/generator": 0.7028092741966248},
     12: {"eval/loss": 2.0988162457942963, "eval/loss/generator": 0.7031673789024353},
@@ -96,3 +101,41 @@ def test_older_run_is_exported_compared_listed_and_reported(old: RunFolder) -> N
     same = CliRunner().invoke(main, ["ckpt", "diff", *steps, "--json"])
     assert same.exit_code in (0, 1)
     assert json.loads(same.stdout)["recipe"] == []
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DATA / "run-0.5", tmp_path / "runs/old")
+    return RunFolder(Path("runs/old"))
+
+
+def test_status_and_checkpoints_of_a_run_of_0_5_are_read(sharded: RunFolder) -> None:
+    state = json.loads(invoke("status", "old", "--json").stdout)
+    assert (state["state"], state["step"], state["total_steps"], state["checkpoint"]["step"]) == ("preempted", 8, 12, 8)
+    listed = json.loads(invoke("ckpt", "ls", "old", "--json").stdout)["checkpoints"]
+    assert [(one["step"], one["best"]) for one in listed] == [(8, False), (4, True)]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_resumed_run_of_0_5_has_the_numbers_of_its_own_version(
+    sharded: RunFolder, ddpforge: Callable[..., Ranks], nproc: int
+) -> None:
+    ddpforge("run", "runs/old/recipe.resolved.toml", nproc=nproc)
+    rows = {row["step"]: row for row in read_metrics(sharded.path)}
+    assert rows[10]["attempt"] == 2
+    expected = {
+        8: {"eval/loss": 0.30301803892309015},
+        10: {"train/loss": 0.2684646546840668, "train/grad_norm": 0.24496318399906158, "samples": 104},
+        12: {"train/loss": 0.3133517149835825, "samples": 120, "eval/loss": 0.29798209125345404},
+    }
+    for step, metrics in expected.items():
+        assert {name: rows[step][name] for name in metrics} == pytest.approx(metrics, rel=1e-6)
+
+
+def test_checkpoint_of_a_run_of_0_5_is_evaluated_with_its_averaged_weights(
+    sharded: RunFolder, ddpforge: Callable[..., Ranks]
+) -> None:
+    found = json.loads(ddpforge("eval", "old", "--best", "--json").stdout)
+    assert found["step"] == 4
+    assert found["eval/loss"] == pytest.approx(0.31521746245297516, rel=1e-6)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
-from ddpforge.interfaces import AuxiliaryModule, Callback, Replica, RunContext, StepInfo, Task, Total
+from ddpforge.interfaces import AuxiliaryModule, Callback, Replica, RunContext, ShardedDataset, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -45,6 +46,14 @@ class RaggedTokens:
         return self.tokens[index], self.targets[index]
 
 
+class MeasuredTokens(RaggedTokens):
+    """The same sequences, with their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = (self.targets >= 0).sum(1)
+
+
 class Points:
     """`samples` pairs (x, y) in which y is a fixed function of x; `noisy` adds fresh noise at every fetch."""
 
@@ -59,6 +68,22 @@ class Points:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.randn(4) / 10 if self.random else 0.0
         return self.x[index] + noise, self.y[index]
+
+
+class DigitsInShards(ShardedDataset):
+    """Digits of the test split in three shards, shuffled in a small buffer, with random noise on each."""
+
+    shuffle, shuffle_buffer, interleave = True, 3, (2, 2)
+
+    def __init__(self) -> None:
+        self.digits, self.shard_sizes = Digits(split="test"), [100, 60, 70]
+
+    def iter_shard(self, shard: int, *, epoch: int, skip: int) -> Iterator[int]:
+        yield from range(shard * 100 + skip, shard * 100 + self.shard_sizes[shard])
+
+    def prepare(self, number: int) -> tuple[Tensor, int]:
+        image, label = self.digits[number]
+        return image + torch.rand(image.shape) / 10, label
 
 
 class Recorder(Callback):
