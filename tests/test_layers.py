@@ -31,7 +31,7 @@ LAYERS = [
     {"app.memory_check"},
     {"app.build"},
     {"app", "tools", "watchdog"},
-    {"preflight"},
+    {"guard"},
     {"training"},
     {"interop"},
     {"data", "runs", "strategies"},
@@ -67,8 +67,8 @@ LIGHT = {
 LIGHT |= {
     f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
 }
-LIGHT |= {"app.choose", "preflight"}
-LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "stages")}
+LIGHT |= {"app.choose", "guard"}
+LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "problems", "stages")}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
@@ -229,7 +229,7 @@ def test_light_modules_do_not_import_torch() -> None:
     """Allows imports in functions, and `launchers.torchrun`, which is a separate program."""
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
-    light -= {f"ddpforge.preflight.{name}" for name in ("fit", "model", "samples", "sources")}  # they check built parts
+    light -= {f"ddpforge.guard.{name}" for name in ("fit", "model", "samples", "sources")}  # they check built parts
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}

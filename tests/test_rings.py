@@ -8,7 +8,7 @@ from test_layers import MODULES, graph
 RINGS = {
     "tools": r"tools|testing|interop|pytest_options|app\.generation",
     "launch": r"launchers|watchdog|app\.local_launch|ranks\.(scheduling|network_interface)",
-    "guard": r"preflight|training\.(reference_check|task_checks|batch_checks|fingerprint|contract|oom|data_names)"
+    "guard": r"guard|training\.(reference_check|task_checks|batch_checks|fingerprint|contract|oom|data_names)"
     r"|strategies\.(parameter_guard|optimizer_probe|optimizer_extra_state)"
     r"|app\.(node_consistency|memory_check|class_names)",
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
@@ -42,9 +42,9 @@ LEFT = {
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
-    ("app.build", "preflight"),
-    ("app.build", "preflight.samples"),
-    ("app.build", "preflight.static"),
+    ("app.build", "guard"),
+    ("app.build", "guard.samples"),
+    ("app.build", "guard.static"),
     ("app.build", "training.alternating_updates"),
     ("app.build", "training.auxiliary"),
     ("app.build", "training.blocks"),
@@ -54,7 +54,6 @@ LEFT = {
     ("app.build", "training.frozen_dtype"),
     ("app.build", "training.memory_format"),
     ("app.build", "training.task_checks"),
-    ("app.choose", "preflight"),
     ("app.choose", "training.alternating_updates"),
     ("app.choose", "training.contract"),
     ("app.run", "app.memory_check"),
@@ -62,7 +61,6 @@ LEFT = {
     ("app.run", "app.objects"),
     ("app.run", "launchers.exit_record"),
     ("app.run", "launchers.slurm"),
-    ("app.run", "preflight"),
     ("app.run", "runs.mirror"),
     ("app.run", "watchdog.watchdog"),
     ("data.batch_assignment", "data.token_limit"),

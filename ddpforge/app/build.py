@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpforge import preflight
+from ddpforge import guard
 from ddpforge.app.choose import choose
 from ddpforge.app.class_names import numbered_alike, with_class_names
 from ddpforge.builtin.samplers.mixture import MixtureSampler
@@ -34,6 +34,8 @@ from ddpforge.data.sources import JoinedSources, check_source, join_sources, mix
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
+from ddpforge.guard.samples import check_first_batch
+from ddpforge.guard.static import no_sampler_of_streams
 from ddpforge.interfaces import (
     AuxiliaryModule,
     BatchSampler,
@@ -42,9 +44,6 @@ from ddpforge.interfaces import (
     World,
     device_kind,
 )
-from ddpforge.preflight import Problems
-from ddpforge.preflight.samples import check_first_batch
-from ddpforge.preflight.static import no_sampler_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
@@ -61,6 +60,7 @@ from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of, source_components
 from ddpforge.training.task_checks import SMALL
 
@@ -188,7 +188,7 @@ def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> N
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
     """True if a bare model passes its checks. Later checks are meaningless for a model that does not."""
     before = len(problems)
-    preflight.check(model, problems, preflight.CHECKS["model"], key=key)
+    guard.check(model, problems, guard.CHECKS["model"], key=key)
     return len(problems) == before
 
 
@@ -412,10 +412,10 @@ def check_chosen(chosen: Chosen, problems: Problems) -> None:
 
     If there is one, this builds data and model too, so that one pass reports all errors of the recipe.
     """
-    preflight.check(chosen, problems)
+    guard.check(chosen, problems)
     if problems:
         built = build(chosen, problems, meta=True)
-        if preflight.check_built(built, problems):
+        if guard.check_built(built, problems):
             check_first_batch(built, problems)
     problems.raise_if_any()
 
@@ -424,9 +424,9 @@ def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int,
     """Builds a recipe for `ranks` ranks without joining them, a large model on the meta device. Raises every error."""
     problems = Problems(loaded)
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device)
-    preflight.check(chosen, problems)
+    guard.check(chosen, problems)
     built = build(chosen, problems, meta=True)
-    preflight.check_built(built, problems)
+    guard.check_built(built, problems)
     problems.raise_if_any()
     return built
 
@@ -439,7 +439,7 @@ def build_checked(
     `samples`: also run the first samples through the model. A resumed run has done so before. `names`: see `build`.
     """
     built = build(chosen, problems, names=names)
-    fits = preflight.check_built(built, problems)
+    fits = guard.check_built(built, problems)
     stage: Built = built if problems else deal(built, world)
     compared = samples and fits and check_first_batch(stage, problems)
     problems.raise_if_any()

@@ -10,7 +10,7 @@ from ddpforge.cli.options import device_option, imports_option, json_option, ran
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.preflight import Problems
+    from ddpforge.training.problems import Problems
     from ddpforge.training.stages import Chosen
 
 
@@ -67,7 +67,7 @@ def choose_and_check(
 
     `seeds`: models that the task holds get the same weights as in a run.
     """
-    from ddpforge import preflight
+    from ddpforge import guard
     from ddpforge.app.choose import choose
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
@@ -75,10 +75,10 @@ def choose_and_check(
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
-    problems = preflight.Problems(loaded)
+    problems = Problems(loaded)
     resumes = any(RunFolder.of(loaded.recipe).checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes, seeds=seeds)
-    preflight.check(chosen, problems)
+    guard.check(chosen, problems)
     return chosen, problems
 
 
@@ -96,14 +96,14 @@ def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
 
 
 def _build(chosen: "Chosen", problems: "Problems") -> str:
-    from ddpforge import preflight
+    from ddpforge import guard
     from ddpforge.app.build import build, describe_shares, short_steps
-    from ddpforge.preflight.samples import check_each_dataset
+    from ddpforge.guard.samples import check_each_dataset
 
     built = build(chosen, problems, meta=True)
-    fits = preflight.check_built(built, problems)
+    fits = guard.check_built(built, problems)
     if not problems:
-        preflight.check_optimizer(built, problems)
+        guard.check_optimizer(built, problems)
     results = check_each_dataset(built, problems) if fits else {}
     problems.raise_if_any()
     steps = built.plan.horizon.total

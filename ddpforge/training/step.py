@@ -267,7 +267,7 @@ def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> Mu
 
 
 def check_first_loss(world: World, replica: Replica, task: Task, stateful: nn.Module, first: MicroBatch) -> None:
-    """Raises UsageError before the first step for a loss that is a mean, if preflight did not call the loss."""
+    """Raises UsageError before the first step for a loss that is a mean, if no earlier check called the loss."""
     batch = replica.local_batch(to_device(first.data, world.device))
     with replica.forward(), unchanged(stateful):  # a copy's forward may be bound to the model
         check_sum_reduction(replica.unwrapped, task, batch, first.samples)

@@ -8,8 +8,9 @@ import pytest
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
-from ddpforge.preflight import Problems, check
+from ddpforge.guard import check
 from ddpforge.recipe import LoadedRecipe
+from ddpforge.training.problems import Problems
 
 Load = Callable[..., LoadedRecipe]
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import preflight
+from ddpforge import guard
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, SetupError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
-from ddpforge.preflight import Problems
 from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
 from ddpforge.recipe.toml import toml_value
 from ddpforge.runs.folder import RunFolder, snapshot
@@ -25,6 +24,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.tools.parity.specs import Spec, parse, split
 from ddpforge.training.contract import contract_of
+from ddpforge.training.problems import Problems
 
 __all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
 
@@ -297,7 +297,7 @@ def _compared_run(
         loaded = load_recipe(recipe, sets=overrides, registry=registry)
         problems = Problems(loaded)
         chosen = choose(loaded, registry, problems, ranks=spec.ranks)
-        preflight.check(chosen, problems)
+        guard.check(chosen, problems)
         problems.raise_if_any()
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error

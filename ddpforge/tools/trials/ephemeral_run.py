@@ -19,7 +19,6 @@ from ddpforge.components.registry import Registry
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
 from ddpforge.launchers.slurm import export_slurm_env
-from ddpforge.preflight import Problems
 from ddpforge.ranks.backend_flags import explain_determinism_error
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.signals import training_begins
@@ -30,6 +29,7 @@ from ddpforge.training.assemble import assemble
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.loop import Trainer
 from ddpforge.training.oom import explain_oom
+from ddpforge.training.problems import Problems
 from ddpforge.training.progress import Progress
 from ddpforge.training.stages import Dealt
 from ddpforge.watchdog.watchdog import raising_peer_failures

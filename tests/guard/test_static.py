@@ -12,9 +12,9 @@ from support.small_recipe import CALLBACKS, CODE, told
 from support.stages import Staged, chosen_with, staged
 
 from ddpforge.errors import RecipeError
+from ddpforge.guard import CHECKS, function_of
+from ddpforge.guard.static import check_device, check_max_tokens
 from ddpforge.interfaces import Contract
-from ddpforge.preflight import CHECKS, function_of
-from ddpforge.preflight.static import check_device, check_max_tokens
 
 
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])

@@ -8,9 +8,9 @@ from typing import Any
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
+from ddpforge.guard.static import kind_of
 from ddpforge.interfaces import EpochBatchSampler, Task
 from ddpforge.interop.initial import find_initial
-from ddpforge.preflight.static import kind_of
 from ddpforge.training.alternating_updates import batches_per_step, component_name
 from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of

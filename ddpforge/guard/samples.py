@@ -25,7 +25,6 @@ from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
-from ddpforge.preflight.problems import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
 from ddpforge.training.alternating_updates import UpdateTask, tasks_by_update, with_summed_loss
@@ -33,6 +32,7 @@ from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.evaluation import metric_prefix
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Dealt, key_of
 from ddpforge.training.task_checks import (
     SMALL,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.preflight import CHECKS, function_of
+from ddpforge.guard import CHECKS, function_of
 from ddpforge.training.batchnorm import watch_batchnorm
 
 

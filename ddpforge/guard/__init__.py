@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ddpforge.errors import ForgeError
-from ddpforge.preflight.problems import Problems
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Chosen
 
 __all__ = ["CHECKS", "Problems", "check", "check_built", "check_optimizer", "function_of"]
@@ -81,7 +81,7 @@ def check(stage: object, problems: Problems, checks: Sequence[Check] = (), *, ke
 
 
 def function_of(name: str) -> Callable[[Any], Iterator[ForgeError] | None]:
-    """Returns the function of a check: for "static.check_device", `check_device` in `preflight/static.py`."""
+    """Returns the function of a check: for "static.check_device", `check_device` in `guard/static.py`."""
     module, _, function = name.partition(".")
     found: Callable[[Any], Iterator[ForgeError] | None] = getattr(import_module(f"{__name__}.{module}"), function)
     return found
