@@ -67,18 +67,19 @@ def choose_and_check(
 
     `seeds`: models that the task holds get the same weights as in a run.
     """
-    from ddpforge import guard
     from ddpforge.app.choose import choose
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
+    from ddpforge.training import checks
+    from ddpforge.training.problems import Problems
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     problems = Problems(loaded)
     resumes = any(RunFolder.of(loaded.recipe).checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes, seeds=seeds)
-    guard.check(chosen, problems)
+    checks.check("chosen", chosen, problems)
     return chosen, problems
 
 
@@ -96,14 +97,16 @@ def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
 
 
 def _build(chosen: "Chosen", problems: "Problems") -> str:
-    from ddpforge import guard
     from ddpforge.app.build import build, describe_shares, short_steps
+    from ddpforge.guard.fit import check_optimizer
     from ddpforge.guard.samples import check_each_dataset
+    from ddpforge.training.checks import check_built
 
     built = build(chosen, problems, meta=True)
-    fits = guard.check_built(built, problems)
+    fits = check_built(built, problems)
     if not problems:
-        guard.check_optimizer(built, problems)
+        with problems.at("optimizer"):
+            check_optimizer(built)  # a run builds its optimizer anyway, and needs no such check
     results = check_each_dataset(built, problems) if fits else {}
     problems.raise_if_any()
     steps = built.plan.horizon.total

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge import guard
 from ddpforge.app.build import build_checked, build_dataset
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
@@ -39,6 +38,7 @@ from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
 from ddpforge.training.assemble import assemble
+from ddpforge.training.checks import check
 from ddpforge.training.loop import Trainer
 from ddpforge.training.problems import Problems
 
@@ -67,7 +67,7 @@ class Site:
         problems = Problems(self.loaded)
         chosen = choose(self.loaded, self.registry, problems, ranks=self.world.global_ranks.size)
         chosen = replace(chosen, strategy=self.strategy)
-        guard.check(chosen, problems)
+        check("chosen", chosen, problems)
         parts = build_checked(chosen, self.world, problems, samples=False)
         checkpoints = Checkpoints(
             self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.global_ranks

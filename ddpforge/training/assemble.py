@@ -22,6 +22,7 @@ from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import HOOKS, place
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.checks import check_first_step
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
@@ -33,11 +34,9 @@ from ddpforge.training.media import MediaLogger
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import freeze_batchnorm_statistics, local_groups, parameter_groups
-from ddpforge.training.reference_check import prepare_reference_check
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.source_losses import source_losses
 from ddpforge.training.stages import Built, Dealt
-from ddpforge.training.task_checks import SMALL
 from ddpforge.training.task_state import NAME, TaskState, Unsaved, check_no_parameters, has_state
 
 __all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses"]
@@ -65,13 +64,12 @@ def assemble(
         life: calls `on_end` of each started callback when it closes, even if a later callback fails to start.
         init_from: the source of initial weights, see `interop.initial`.
         begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
-        trained: True if the run has trained steps before. If not, the first step is checked against the whole model
-            (see `whole`), and its loss against the loss of its halves.
+        trained: True if the run has trained steps before. If not, the first step is checked.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
     recipe = parts.recipe
-    whole = None if trained else prepare_reference_check(parts, contract_of(parts.strategy), world)
+    first_checks = [] if trained else check_first_step(parts, world)
     model = _spread(parts)
     with recipe_faults():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
@@ -94,7 +92,6 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=not trained and _compares(parts),
         schedules=parts.schedules,
         value_schedules=parts.value_schedules,
         plan=parts.plan,
@@ -107,7 +104,7 @@ def assemble(
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
-        whole=whole,
+        first_checks=first_checks,
         sources=source_losses(parts),
     )
 
@@ -255,12 +252,6 @@ def _evaluator(
         callbacks={**beside, **callbacks},
         seed=parts.recipe.train.seed,
     )
-
-
-def _compares(parts: Dealt) -> bool:
-    """True if the first step must compare its loss with the loss of its halves, and a copy of the model is cheap."""
-    whole = "weights" not in contract_of(parts.strategy).shards and parts.recipe.train.compile == "off"
-    return parts.compares and not parts.task.whole_batch and whole and parts.size.all <= SMALL
 
 
 def compile_losses(task: Task, train: TrainSection) -> None:

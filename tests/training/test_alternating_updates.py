@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
@@ -18,7 +19,6 @@ from ddpforge.recipe.schema import Component, UpdateComponent
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
 from ddpforge.training.alternating_updates import (
     batches_per_step,
-    component_name,
     finish_metrics,
     step_function,
     tasks_by_update,

@@ -10,7 +10,6 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import guard
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
@@ -23,6 +22,7 @@ from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.tools.parity.specs import Spec, parse, split
+from ddpforge.training.checks import check
 from ddpforge.training.contract import contract_of
 from ddpforge.training.problems import Problems
 
@@ -297,7 +297,7 @@ def _compared_run(
         loaded = load_recipe(recipe, sets=overrides, registry=registry)
         problems = Problems(loaded)
         chosen = choose(loaded, registry, problems, ranks=spec.ranks)
-        guard.check(chosen, problems)
+        check("chosen", chosen, problems)
         problems.raise_if_any()
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge import guard
 from ddpforge.app.build import build, deal
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
 from ddpforge.ranks.collectives import SingleRank
+from ddpforge.training.checks import check_built
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen
 
@@ -85,7 +85,7 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     if split not in known:
         raise UsageError(f"the recipe has no [data.{split}]", hints=[f"it has {', '.join(known)}"])
     built = build(chosen, problems, with_model=False)
-    guard.check_built(built, problems)
+    check_built(built, problems)
     problems.raise_if_any()
     dealt = deal(
         built, World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
