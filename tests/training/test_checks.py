@@ -13,7 +13,7 @@ from support.stages import ALONE, dealt, staged
 from ddpforge.errors import ExitCode, PluginError, RecipeError, SetupError
 from ddpforge.training.checks import STAGES, check_first_step, checks_of
 
-PAGE = Path(__file__).parents[2] / "docs/extend/hooks.md"
+PAGE = Path(__file__).parents[2] / "docs/extend/check.md"
 HOUSE_RULES = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
 Installer = Callable[..., None]
 
