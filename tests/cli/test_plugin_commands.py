@@ -38,7 +38,7 @@ def test_help_lists_commands_of_plugins_with_their_first_line_and_imports_none(p
     plugin(CODE, queue="queue")
     *_, own, listed = call("--help").stdout.split("\n\n")
     assert own.startswith("Recipes and plugins:")
-    line = "  queue           Print the runs of this folder that wait for a start. (house-tools)"
+    line = "  queue           Print the runs that wait for a start. (house-tools)"
     assert listed == f"Plugins:\n{line}\n"
     assert "house_tools" not in sys.modules
 
