@@ -30,7 +30,6 @@ from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.interop.export import chosen_weights
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import as_toml
@@ -40,6 +39,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
+from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import key_of, source_components
 

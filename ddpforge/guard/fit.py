@@ -12,13 +12,13 @@ from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.guard.sources import check_names, check_sources
 from ddpforge.guard.static import kind_of
 from ddpforge.interfaces import EpochBatchSampler, Task
-from ddpforge.interop.initial import find_initial
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of
 from ddpforge.training.float8 import check_float8
+from ddpforge.training.initial_weights import find_initial
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.stages import MISSING, Built

@@ -505,7 +505,7 @@ def check_initial_weights(chosen: Chosen) -> None:
     """Raises UsageError if the run begins with initial weights that do not exist."""
     source = chosen.recipe.checkpoint.init_from
     if chosen.trains and source and not chosen.resumes:
-        from ddpforge.interop.initial import find_initial
+        from ddpforge.training.initial_weights import find_initial
 
         find_initial(source)
 

@@ -15,7 +15,6 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ForgeError, PluginError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
@@ -28,6 +27,7 @@ from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.frozen_weights import omits_frozen
+from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
@@ -62,7 +62,7 @@ def assemble(
         world: the ranks, as the strategy has set them up.
         folder: the run folder.
         life: calls `on_end` of each started callback when it closes, even if a later callback fails to start.
-        init_from: the source of initial weights, see `interop.initial`.
+        init_from: the source of initial weights, see `initial_weights`.
         begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
         trained: True if the run has trained steps before. If not, the first step is checked.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.conftest import _fast_disk, folder  # noqa: F401
 from checkpoint.doubles import Checkpoint, checkpoint_of, write
 from safetensors.torch import save_file
 from support.doubles import Plain
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState, Ranks, TensorShard
 from ddpforge.interfaces.regions import Box, FlatRange
-from ddpforge.interop.initial import find_initial, load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.runs.folder import RunFolder
 from ddpforge.strategies.named_state import restore, tensors
+from ddpforge.training.initial_weights import find_initial, load_initial
 
 INDEX = "model.safetensors.index.json"
 
