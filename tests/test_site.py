@@ -215,6 +215,7 @@ QUERIES = {
     "custom accelerator": "extend/device",
     "house rules": "extend/check",
     "subcommand": "extend/command",
+    "npz": "extend/format",
     "apple mps": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",

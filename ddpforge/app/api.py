@@ -22,6 +22,7 @@ from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.app.local_launch import LaunchSpec, prepare_launch
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
@@ -29,7 +30,6 @@ from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
-from ddpforge.interop.export import chosen_weights
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import as_toml

@@ -13,12 +13,16 @@ import click
 
 from ddpforge.cli.options import SizeParam, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
+from ddpforge.components.hooks import found
 from ddpforge.errors import ForgeError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ddpforge.interop.export import Exported, Precision
+
+
+_FORMS = ("safetensors", "transformers", "peft", "pt2", "onnx")
 
 
 @click.command()
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["safetensors", "transformers", "peft", "pt2", "onnx"]),
+    type=click.Choice([*_FORMS, *(hook.name for hook in found("format") if not hook.is_own)]),
     help="Format to write; default: that of the file's suffix; in a folder, that of the model; else safetensors.",
 )
 @click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Also upload the files to the Hugging Face hub.")
@@ -94,6 +98,8 @@ def export(
         _reject(form, {"--include": only})
     if form == "peft":
         _reject(form, {"--include": only, "--merge": merge, "--max-shard-size": max_shard_size})
+    if form not in _FORMS:
+        _reject(form, {"--max-shard-size": max_shard_size})
     checkpoint = find(run, step=step, best=best, intact=True)
     if of_model and form == "safetensors":
         form = _form_of_model(checkpoint)
@@ -142,7 +148,7 @@ def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
 def _form(form: str | None, out: str | None) -> str:
     """Returns the format to write. Raises UsageError if the file's suffix is of another format."""
     suffix = Path(out).suffix if out and not out.endswith("/") else ""
-    if out and suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    if out and suffix in (".pt", ".pth", ".bin", ".ckpt") and form in (None, *_FORMS):
         raise UsageError(
             f"{out}: the file would be safetensors, which torch.load cannot read",
             hints=[f"use -o {Path(out).with_suffix('.safetensors')}; read it with safetensors.torch.load_file"],
@@ -194,10 +200,15 @@ def _form_of_model(checkpoint: Path) -> str:
 def _weights(
     checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, folder: bool, form: str
 ) -> Exported:
-    """Writes weights into a file or a folder; with the form "transformers" also configurations and tokenizer."""
+    """Writes weights into a file or a folder; for "transformers" also configurations and tokenizer."""
     from ddpforge.interop.export import export as write
     from ddpforge.interop.export import export_folder
 
+    if form not in _FORMS:  # of a plugin
+        from ddpforge.checkpoint.formats import named_format
+        from ddpforge.interop.export import export_as
+
+        return export_as(checkpoint, Path(out or f"{default}.{form}"), named_format(form), **chosen._asdict())
     if form == "transformers":
         from ddpforge.app.api import load
         from ddpforge.interop.export import FolderParts

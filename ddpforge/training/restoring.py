@@ -8,9 +8,9 @@ from typing import Any
 
 from ddpforge.checkpoint.reader import CheckpointReader, Saved
 from ddpforge.checkpoint.state import CheckpointMetadata
+from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, TensorShard, World
-from ddpforge.interop.export import chosen_weights
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
 from ddpforge.training.auxiliary import HOOKS, PlacedAuxiliary

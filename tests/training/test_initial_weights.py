@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.conftest import _fast_disk, folder  # noqa: F401
+from checkpoint import conftest
 from checkpoint.doubles import Checkpoint, checkpoint_of, write
 from safetensors.torch import save_file
 from support.doubles import Plain
@@ -24,6 +24,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.strategies.named_state import restore, tensors
 from ddpforge.training.initial_weights import find_initial, load_initial
 
+_fast_disk, folder = conftest._fast_disk, conftest.folder
 INDEX = "model.safetensors.index.json"
 
 
