@@ -15,13 +15,13 @@ import numpy as np
 
 from ddpforge.app.build import build_checked, check_chosen, deal
 from ddpforge.app.choose import choose
+from ddpforge.app.prediction_tables import TableWriter, check_table, writing
 from ddpforge.app.run import join
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
 from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
-from ddpforge.interop.tables import TableWriter, check_table, writing
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
