@@ -14,8 +14,8 @@ RINGS = {
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
     r"|memory_format|memory_tracker|profiling|source_losses|task_state|activation_checkpointing|blocks)"
     r"|data\.(sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
-    "product": r"cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed|comm_hooks)|app\.(api|evaluate|objects)"
-    r"|__main__|fast_import",
+    "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed|comm_hooks)"
+    r"|app\.(api|evaluate|objects|prediction_tables)|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
 }
 # Arrows out of the kernel, each with its reason.
@@ -112,6 +112,31 @@ LEFT = {
     ("training.step", "training.batchnorm"),
     ("training.step", "training.source_losses"),
 }
+# Modules that tools and commands import besides `ddpforge.api`, public contracts and each other, each with the reason.
+TOOLS = r"tools|testing|interop|cli|pytest_options"
+PUBLIC = r"api|interfaces|errors|recipe|components"
+LEAVES = r"compat|disk|fast_import|local_world|machine|secret_redaction"  # they know nothing of runs
+BESIDE = {
+    r"cli|tools\.(sweeps|doctor|trials|parity|script_comparison)|testing": (
+        r"launchers|watchdog|ranks|app\.(local_launch|node_consistency|run)|runs\.resume",
+        "they start runs and ranks, and end with their exit codes",
+    ),
+    r"cli": (
+        r"app\.(build|evaluate|generation)|builtin|guard|runs|checkpoint\.schema|training\.(checks|frozen_weights)",
+        "a command is the product's: it prints what one function of it returns",
+    ),
+    r"interop": (r"checkpoint|runs\.checkpoints|builtin", "converts checkpoints, byte by byte"),
+    r"tools\.reports": (r"runs", "shows all that a run's folder holds"),
+    r"tools\.(simulation|trials)": (
+        r"training|strategies|data|ranks",
+        "takes the steps of a run with other devices, batches or rates",
+    ),
+    r"testing": (
+        r"training|data|checkpoint|ranks|builtin|strategies\.pipeline",
+        "tests a component as each part of a run uses it",
+    ),
+    r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
+}
 LINES = 19_200  # of the kernel: it is read in a day
 
 
@@ -145,3 +170,24 @@ def test_the_kernel_can_be_read_in_a_day() -> None:
     """Bounds the lines of the kernel: a feature belongs into a ring."""
     count = {module: path.read_text(encoding="utf-8").count("\n") for module, path in MODULES.items()}
     assert sum(lines for module, lines in count.items() if ring(module) == "kernel") <= LINES
+
+
+def beside(module: str) -> list[str]:
+    """Returns the modules that a tool imports besides the API, public contracts, leaves, and other tools."""
+    known = rf"({TOOLS}|{PUBLIC}|{LEAVES})(\.|$)"
+    names = (one.removeprefix("ddpforge").removeprefix(".") for one in graph()[module])
+    return [name for name in names if name and not re.match(known, name)]
+
+
+def test_tools_and_commands_use_the_api() -> None:
+    """Other modules of ddpforge need a row in BESIDE, with its reason."""
+    for module in MODULES:
+        name = module.removeprefix("ddpforge.")
+        if re.match(rf"({TOOLS})(\.|$)", name):
+            allowed = "|".join(others for tools, (others, _) in BESIDE.items() if re.match(rf"({tools})(\.|$)", name))
+            assert [one for one in beside(module) if not re.match(rf"({allowed})(\.|$)", one)] == [], name
+
+
+def test_imports_of_tools_besides_the_api_become_fewer() -> None:
+    tools = [module for module in MODULES if re.match(rf"({TOOLS})(\.|$)", module.removeprefix("ddpforge."))]
+    assert sum(len(beside(module)) for module in tools) <= 110

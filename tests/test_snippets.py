@@ -280,6 +280,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "export": {"onnxruntime": "", "load_model": ""},
     "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},
+    "api": {"check_chosen": "tests/test_api.py"},
     "check": {"# house_rules.py": "tests/training/test_checks.py"},
     "format": {"# npz_format.py": "tests/checkpoint/test_formats.py"},
     "command": {"# house_tools.py": "tests/cli/test_plugin_commands.py"},

@@ -87,7 +87,8 @@ def export(
     loads the folder; `--format safetensors` writes only the weights, `--format peft` only the adapters of `lora`, as
     peft does. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
     """
-    from ddpforge.runs.checkpoints import find, is_checkpoint
+    from ddpforge.api import is_checkpoint
+    from ddpforge.runs.checkpoints import find
 
     into_folder = max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir()))
     of_model = form is None and into_folder and not only and not weights.startswith("task.")  # of another model
@@ -138,8 +139,7 @@ class _Weights(NamedTuple):
 
 def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
     """Returns the model's state dict, built from the recipe, if the checkpoint omits frozen weights; else None."""
-    from ddpforge.app.api import load
-    from ddpforge.checkpoint.manifest import read_manifest
+    from ddpforge.api import load, read_manifest
     from ddpforge.training.frozen_weights import omits_frozen
 
     return load(checkpoint).model().state_dict() if omits_frozen(read_manifest(checkpoint).loop) else None
@@ -188,7 +188,7 @@ def _form_of_model(checkpoint: Path) -> str:
 
     The model is not built. Without its recipe, or without the code of the model, only the weights can be written.
     """
-    from ddpforge.app.api import load
+    from ddpforge.api import load
 
     try:
         return load(checkpoint).export_format
@@ -205,12 +205,12 @@ def _weights(
     from ddpforge.interop.export import export_folder
 
     if form not in _FORMS:  # of a plugin
-        from ddpforge.checkpoint.formats import named_format
+        from ddpforge.api import named_format
         from ddpforge.interop.export import export_as
 
         return export_as(checkpoint, Path(out or f"{default}.{form}"), named_format(form), **chosen._asdict())
     if form == "transformers":
-        from ddpforge.app.api import load
+        from ddpforge.api import load
         from ddpforge.interop.export import FolderParts
 
         trained = load(checkpoint)
@@ -223,7 +223,7 @@ def _weights(
 
 def _adapters(checkpoint: Path, out: Path, weights: str, dtype: Precision | None, force: bool) -> Exported:
     """Writes the adapters into a folder for peft."""
-    from ddpforge.app.api import load
+    from ddpforge.api import load
     from ddpforge.interop.export import export_adapters
 
     trained = load(checkpoint)
@@ -233,7 +233,7 @@ def _adapters(checkpoint: Path, out: Path, weights: str, dtype: Precision | None
 
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:
     """Writes a torch.export or ONNX program."""
-    from ddpforge.app.api import load
+    from ddpforge.api import load
     from ddpforge.disk import reject_existing
     from ddpforge.interop import torch_export
     from ddpforge.interop.export import exported_file

@@ -21,10 +21,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ddpforge import disk
-from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.api import CheckpointReader, chosen_weights, write_weights
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
-from ddpforge.checkpoint.weights_file import OF_TASK, chosen_weights, sources, write_weights
+from ddpforge.checkpoint.weights_file import OF_TASK, sources
 from ddpforge.disk import appearing
 from ddpforge.errors import CheckpointError, SetupError, UsageError
 from ddpforge.interfaces import CheckpointFormat

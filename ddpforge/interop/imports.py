@@ -9,18 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ddpforge.api import RunFolder, WriterGroup, committed, format_of, is_checkpoint, named_format
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.formats import format_of, named_format
-from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import ForeignState
 from ddpforge.interfaces.regions import find_gap
 from ddpforge.interop.foreign.foreign_state import Held, rejected
-from ddpforge.ranks.writers import WriterGroup
-from ddpforge.runs.checkpoints import is_checkpoint
-from ddpforge.runs.folder import RunFolder
 
 X = TypeVar("X")
 

@@ -1,6 +1,7 @@
 """Formats of plugins: initial weights, imports and exports use them, after ddpforge's own formats."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def test_import_reads_the_format_of_a_plugin(site: Path) -> None:
     assert saved["weight"].read().tolist() == [[7.0] * 3] * 2
 
 
-def test_export_writes_the_format_of_a_plugin(site: Path, folder: Path) -> None:
+def test_export_writes_the_format_of_a_plugin(site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ddpforge.cli.export", raising=False)  # it lists the installed formats
     path = write(folder, checkpoint_of(7))
     done = CliRunner().invoke(main, ["export", str(path), "--format=npz", "--dtype=fp32", "-o", "out.npz"])
     assert done.exit_code == 0, done.output

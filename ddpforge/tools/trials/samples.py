@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.app.build import build, deal
-from ddpforge.data import MicroBatch
+from ddpforge.api import Chosen, MicroBatch, Problems, SingleRank, build, check_built, deal
 from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
-from ddpforge.ranks.collectives import SingleRank
-from ddpforge.training.checks import check_built
-from ddpforge.training.problems import Problems
-from ddpforge.training.stages import Chosen
 
 __all__ = ["BatchImages", "BatchSummary", "Leaf", "SplitBatches", "describe", "first_batches", "pictures_of"]
 
