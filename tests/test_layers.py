@@ -22,18 +22,19 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
-    {"app.api"},
     {"tools.script_comparison", "tools.simulation"},
     {"tools.reports", "tools.sweeps", "tools.trials"},
-    {"app.evaluate", "app.generation", "app.local_launch", "tools.doctor", "tools.parity"},
+    {"interop", "tools", "tools.doctor", "tools.parity"},
+    {"api"},
+    {"app.api"},
+    {"app.evaluate", "app.generation", "app.local_launch"},
     {"app.run"},
     {"app.attempt", "app.node_consistency"},
     {"app.memory_check"},
     {"app.build"},
-    {"app", "tools", "watchdog"},
-    {"preflight"},
+    {"app", "watchdog"},
+    {"guard"},
     {"training"},
-    {"interop"},
     {"data", "runs", "strategies"},
     {"checkpoint"},
     {"ranks"},
@@ -47,6 +48,7 @@ LAYERS = [
 ]
 # Modules without torch, so that commands that only read start quickly.
 LIGHT = {
+    "api",
     "app.local_launch",
     "cli",
     "compat",
@@ -67,8 +69,9 @@ LIGHT = {
 LIGHT |= {
     f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
 }
-LIGHT |= {"app.choose", "preflight"}
-LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "stages")}
+LIGHT |= {"app.choose", "guard"}
+LIGHT |= {f"training.{name}" for name in ("callbacks", "checks", "contract", "data_names", "metric_direction")}
+LIGHT |= {"training.problems", "training.stages"}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
@@ -229,7 +232,7 @@ def test_light_modules_do_not_import_torch() -> None:
     """Allows imports in functions, and `launchers.torchrun`, which is a separate program."""
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
-    light -= {f"ddpforge.preflight.{name}" for name in ("fit", "model", "samples", "sources")}  # they check built parts
+    light = {one for one in light if not one.startswith("ddpforge.guard.")} | {"ddpforge.guard.static"}
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}

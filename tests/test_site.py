@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ddpforge
+import ddpforge.api
 import ddpforge.interfaces
 import ddpforge.testing
 
@@ -74,9 +75,12 @@ def test_every_page_is_built_with_the_docstrings_it_names(site: Path) -> None:
     assert {str(path.relative_to(site).with_suffix(".md")) for path in (site / "docs").rglob("*.html")} >= PAGES
 
 
+REFERENCES = [("python", ddpforge), ("api", ddpforge.api), ("interfaces", ddpforge.interfaces)]
+
+
 @pytest.mark.parametrize(
     ("page", "module"),
-    [("python", ddpforge), ("interfaces", ddpforge.interfaces), ("interfaces", ddpforge.testing)],
+    [*REFERENCES, ("interfaces", ddpforge.testing)],
     ids=lambda value: str(getattr(value, "__name__", value)),
 )
 def test_every_public_name_is_in_the_reference_with_its_types(site: Path, page: str, module: ModuleType) -> None:
@@ -213,6 +217,10 @@ QUERIES = {
     "custom callback": "extend/callback",
     "custom metric": "extend/metric",
     "custom accelerator": "extend/device",
+    "house rules": "extend/check",
+    "subcommand": "extend/command",
+    "read a checkpoint in python": "reference/api",
+    "npz": "extend/format",
     "apple mps": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",

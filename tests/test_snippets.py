@@ -199,6 +199,9 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "why-toml": {"extends": Recipe()},
     "strategy": {"replicas": Recipe(ranks=2), "mini_tp": MINI_TP},
     "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+    "check": {"house-rules": PACKAGE},
+    "command": {"house-tools": PACKAGE},
+    "format": {"npz-format": PACKAGE},
     "device": {"my-npu": PACKAGE, 'device = "npu"': "needs an NPU: tests/app/test_device_plugin.py, on another device"},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
@@ -277,6 +280,10 @@ PYTHON: dict[str, dict[str, str]] = {
     "export": {"onnxruntime": "", "load_model": ""},
     "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},
+    "api": {"check_chosen": "tests/test_api.py"},
+    "check": {"# house_rules.py": "tests/training/test_checks.py"},
+    "format": {"# npz_format.py": "tests/checkpoint/test_formats.py"},
+    "command": {"# house_tools.py": "tests/cli/test_plugin_commands.py"},
     "device": {"# npu.py": "tests/app/test_device_plugin.py"},
     "predict": {"denoised": ""},
     "language-models": {"sft-merged": SMOLLM},

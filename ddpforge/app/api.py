@@ -22,6 +22,7 @@ from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.app.local_launch import LaunchSpec, prepare_launch
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
@@ -29,8 +30,6 @@ from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
-from ddpforge.interop.export import chosen_weights
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import as_toml
@@ -40,6 +39,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
+from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import key_of, source_components
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpforge import preflight
 from ddpforge.app.choose import choose
 from ddpforge.app.class_names import numbered_alike, with_class_names
 from ddpforge.builtin.samplers.mixture import MixtureSampler
@@ -42,18 +41,16 @@ from ddpforge.interfaces import (
     World,
     device_kind,
 )
-from ddpforge.preflight import Problems
-from ddpforge.preflight.samples import check_first_batch
-from ddpforge.preflight.static import no_sampler_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.run_plan import BatchPlan, RunPlan, plan_batch
+from ddpforge.recipe.run_plan import BatchPlan, RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.contract import count_parameters
+from ddpforge.training.checks import check, check_built, check_samples
+from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.frozen_dtype import cast_weights
@@ -61,8 +58,8 @@ from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of, source_components
-from ddpforge.training.task_checks import SMALL
 
 __all__ = [
     "WEIGHTS",
@@ -187,9 +184,7 @@ def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> N
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
     """True if a bare model passes its checks. Later checks are meaningless for a model that does not."""
-    before = len(problems)
-    preflight.check(model, problems, preflight.CHECKS["model"], key=key)
-    return len(problems) == before
+    return check("model", model, problems, key=key)
 
 
 def _model(chosen: Chosen) -> nn.Module:
@@ -412,11 +407,11 @@ def check_chosen(chosen: Chosen, problems: Problems) -> None:
 
     If there is one, this builds data and model too, so that one pass reports all errors of the recipe.
     """
-    preflight.check(chosen, problems)
+    check("chosen", chosen, problems)
     if problems:
         built = build(chosen, problems, meta=True)
-        if preflight.check_built(built, problems):
-            check_first_batch(built, problems)
+        if check_built(built, problems):
+            check_samples(built, problems)
     problems.raise_if_any()
 
 
@@ -424,9 +419,9 @@ def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int,
     """Builds a recipe for `ranks` ranks without joining them, a large model on the meta device. Raises every error."""
     problems = Problems(loaded)
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device)
-    preflight.check(chosen, problems)
+    check("chosen", chosen, problems)
     built = build(chosen, problems, meta=True)
-    preflight.check_built(built, problems)
+    check_built(built, problems)
     problems.raise_if_any()
     return built
 
@@ -439,9 +434,9 @@ def build_checked(
     `samples`: also run the first samples through the model. A resumed run has done so before. `names`: see `build`.
     """
     built = build(chosen, problems, names=names)
-    fits = preflight.check_built(built, problems)
+    fits = check_built(built, problems)
     stage: Built = built if problems else deal(built, world)
-    compared = samples and fits and check_first_batch(stage, problems)
+    compared = samples and fits and check_samples(stage, problems)
     problems.raise_if_any()
     assert isinstance(stage, Dealt)
     return replace(stage, compares=not compared)

@@ -8,13 +8,13 @@ from typing import Any
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.interfaces import Task, mix
-from ddpforge.preflight import Problems
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
 from ddpforge.training.alternating_updates import update_names
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import with_direction
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Chosen
 
 __all__ = ["TEACHERS", "choose"]
@@ -92,7 +92,7 @@ def _named(
 
 
 def _updates(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the recipe's updates in the task's order; empty if they are not the task's, which preflight reports."""
+    """Returns the recipe's updates in the task's order; empty if they are not the task's, which a check reports."""
     found: dict[str, Any] = {}
     with problems.at("task"):
         names = update_names(task)

@@ -15,15 +15,14 @@ import numpy as np
 
 from ddpforge.app.build import build_checked, check_chosen, deal
 from ddpforge.app.choose import choose
+from ddpforge.app.prediction_tables import TableWriter, check_table, writing
 from ddpforge.app.run import join
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
 from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
-from ddpforge.interop.tables import TableWriter, check_table, writing
 from ddpforge.launchers.slurm import export_slurm_env
-from ddpforge.preflight import Problems
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.ranks.join import leave
@@ -38,6 +37,7 @@ from ddpforge.training.assemble import assemble_evaluator
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.prediction import INDEX, Predicted, check_single_update, in_order, predictions
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen, Dealt, key_of, source_components
 from ddpforge.watchdog.watchdog import end_startup_watch
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data import mix
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import PluginError, UsageError, recipe_faults
 from ddpforge.interfaces import AttentionContext, ExpertDispatch, Task
-from ddpforge.training.alternating_updates import component_name
 
 __all__ = ["Sampling", "answers", "check_language", "generate"]
 

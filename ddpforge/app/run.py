@@ -21,7 +21,6 @@ from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyEr
 from ddpforge.interfaces import World
 from ddpforge.launchers.exit_record import has_begun, record_begun
 from ddpforge.launchers.slurm import export_slurm_env
-from ddpforge.preflight import Problems
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks import join as ranks_join
 from ddpforge.ranks.backend_flags import restored_backend_flags
@@ -36,6 +35,7 @@ from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.resume import open_folder
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen
 from ddpforge.watchdog.watchdog import raising_peer_failures
 

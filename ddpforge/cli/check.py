@@ -10,8 +10,7 @@ from ddpforge.cli.options import device_option, imports_option, json_option, ran
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.preflight import Problems
-    from ddpforge.training.stages import Chosen
+    from ddpforge.api import Chosen, Problems
 
 
 @click.command()
@@ -67,43 +66,43 @@ def choose_and_check(
 
     `seeds`: models that the task holds get the same weights as in a run.
     """
-    from ddpforge import preflight
-    from ddpforge.app.choose import choose
+    from ddpforge.api import Problems, RunFolder, choose
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
-    from ddpforge.runs.folder import RunFolder
+    from ddpforge.training import checks
 
     registry = Registry.installed() if imports else Registry.installed().only_registered()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
-    problems = preflight.Problems(loaded)
+    problems = Problems(loaded)
     resumes = any(RunFolder.of(loaded.recipe).checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes, seeds=seeds)
-    preflight.check(chosen, problems)
+    checks.check("chosen", chosen, problems)
     return chosen, problems
 
 
 def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
     """Checks that the strategy can split the model, if it does so. Needs no data."""
-    from ddpforge.training.stages import MISSING
+    from ddpforge.api import MISSING
 
     if chosen.strategy is MISSING or chosen.task is MISSING or chosen.recipe.model.use in problems.not_imported:
         return
     if not chosen.strategy.splits_model:
         return
-    from ddpforge.app.build import check_cut
+    from ddpforge.api import check_cut
 
     check_cut(chosen, problems)
 
 
 def _build(chosen: "Chosen", problems: "Problems") -> str:
-    from ddpforge import preflight
-    from ddpforge.app.build import build, describe_shares, short_steps
-    from ddpforge.preflight.samples import check_each_dataset
+    from ddpforge.api import build, check_built, describe_shares, short_steps
+    from ddpforge.guard.fit import check_optimizer
+    from ddpforge.guard.samples import check_each_dataset
 
     built = build(chosen, problems, meta=True)
-    fits = preflight.check_built(built, problems)
+    fits = check_built(built, problems)
     if not problems:
-        preflight.check_optimizer(built, problems)
+        with problems.at("optimizer"):
+            check_optimizer(built)  # a run builds its optimizer anyway, and needs no such check
     results = check_each_dataset(built, problems) if fits else {}
     problems.raise_if_any()
     steps = built.plan.horizon.total

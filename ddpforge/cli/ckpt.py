@@ -17,9 +17,10 @@ from ddpforge.cli.tables import age, counted, number, print_table, printable, si
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
+    from ddpforge.api import CheckpointRow
     from ddpforge.interop.compare import Differences, TensorDifference, Value
     from ddpforge.interop.imports import Imported
-    from ddpforge.runs.checkpoints import CheckpointRow, Tensor
+    from ddpforge.runs.checkpoints import Tensor
 
 _SHOWN = 20  # lines of a list without --json
 
@@ -52,7 +53,8 @@ def ls(run: str, as_json: bool) -> None:
     This checks the sizes of all files, but does not read them: `ckpt verify` does. The metrics shown are those of the
     evaluation, and the one that decides which checkpoint is best.
     """
-    from ddpforge.runs.checkpoints import CheckpointFolder, notable, rows
+    from ddpforge.api import CheckpointFolder
+    from ddpforge.runs.checkpoints import notable, rows
 
     place = CheckpointFolder.find(run)
     found = rows(place)
@@ -111,7 +113,7 @@ def inspect(source: str, step: int | None, best: bool, whole: bool, with_tensors
 
     RUN_OR_CHECKPOINT is a run (its newest checkpoint, unless --step or --best is given) or a checkpoint's folder.
     """
-    from ddpforge.checkpoint.manifest import read_manifest
+    from ddpforge.api import read_manifest
     from ddpforge.runs.checkpoints import describe, find, tensors
 
     path = find(source, step=step, best=best)
@@ -128,7 +130,7 @@ def inspect(source: str, step: int | None, best: bool, whole: bool, with_tensors
 
 def _page(facts: Mapping[str, Any], whole: bool) -> Iterable[tuple[str, str]]:
     """Yields name and text of each line to print."""
-    from ddpforge.runs.summary import leading
+    from ddpforge.api import leading
 
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     yield "checkpoint", facts["path"]
@@ -186,9 +188,9 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
 
     For a run, this also prints which checkpoint it would resume. Exit codes: 0 intact, 1 damaged, 2 no checkpoint.
     """
-    from ddpforge.checkpoint.manifest import damages
+    from ddpforge.api import CheckpointFolder, damages, is_checkpoint
     from ddpforge.errors import UsageError
-    from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint, newest_first
+    from ddpforge.runs.checkpoints import find, newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step exclude each other", hints=["use one of them"])

@@ -10,7 +10,7 @@ import click
 from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
-    from ddpforge.data import MicroBatch
+    from ddpforge.api import MicroBatch
     from ddpforge.tools.trials.samples import BatchSummary, Leaf, TextParts
 
 _CLASSES = 20  # that are shown

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 import click
 
+from ddpforge.api import world_size
 from ddpforge.cli import complain
 from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart
 from ddpforge.launchers.exit_record import record_exit
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.logs import keep_output
-from ddpforge.runs.environment import world_size
 from ddpforge.secret_redaction import redact
 from ddpforge.watchdog.watchdog import failure_of_another, report_startup_failure
 

@@ -68,8 +68,8 @@ def evaluate(
         watch_startup()
 
         with gc_paused():
+            from ddpforge.api import RunFolder
             from ddpforge.app.evaluate import evaluate as evaluate_run
-            from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         with results_alone(as_json):
@@ -91,11 +91,9 @@ def _by_harness(
     others: Mapping[str, object],
 ) -> None:
     """Evaluates by lm-evaluation-harness, and prints the results; `others` are options that it does not take."""
-    from ddpforge.app.api import load
+    from ddpforge.api import chosen_kind, load, world_size
     from ddpforge.app.evaluate import Evaluation
-    from ddpforge.ranks.devices import chosen_kind
     from ddpforge.runs.checkpoints import find
-    from ddpforge.runs.environment import world_size
 
     for option, value in others.items():
         if value:

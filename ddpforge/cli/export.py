@@ -13,12 +13,16 @@ import click
 
 from ddpforge.cli.options import SizeParam, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
+from ddpforge.components.hooks import found
 from ddpforge.errors import ForgeError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ddpforge.interop.export import Exported, Precision
+
+
+_FORMS = ("safetensors", "transformers", "peft", "pt2", "onnx")
 
 
 @click.command()
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["safetensors", "transformers", "peft", "pt2", "onnx"]),
+    type=click.Choice([*_FORMS, *(hook.name for hook in found("format") if not hook.is_own)]),
     help="Format to write; default: that of the file's suffix; in a folder, that of the model; else safetensors.",
 )
 @click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Also upload the files to the Hugging Face hub.")
@@ -83,7 +87,8 @@ def export(
     loads the folder; `--format safetensors` writes only the weights, `--format peft` only the adapters of `lora`, as
     peft does. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
     """
-    from ddpforge.runs.checkpoints import find, is_checkpoint
+    from ddpforge.api import is_checkpoint
+    from ddpforge.runs.checkpoints import find
 
     into_folder = max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir()))
     of_model = form is None and into_folder and not only and not weights.startswith("task.")  # of another model
@@ -94,6 +99,8 @@ def export(
         _reject(form, {"--include": only})
     if form == "peft":
         _reject(form, {"--include": only, "--merge": merge, "--max-shard-size": max_shard_size})
+    if form not in _FORMS:
+        _reject(form, {"--max-shard-size": max_shard_size})
     checkpoint = find(run, step=step, best=best, intact=True)
     if of_model and form == "safetensors":
         form = _form_of_model(checkpoint)
@@ -132,8 +139,7 @@ class _Weights(NamedTuple):
 
 def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
     """Returns the model's state dict, built from the recipe, if the checkpoint omits frozen weights; else None."""
-    from ddpforge.app.api import load
-    from ddpforge.checkpoint.manifest import read_manifest
+    from ddpforge.api import load, read_manifest
     from ddpforge.training.frozen_weights import omits_frozen
 
     return load(checkpoint).model().state_dict() if omits_frozen(read_manifest(checkpoint).loop) else None
@@ -142,7 +148,7 @@ def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
 def _form(form: str | None, out: str | None) -> str:
     """Returns the format to write. Raises UsageError if the file's suffix is of another format."""
     suffix = Path(out).suffix if out and not out.endswith("/") else ""
-    if out and suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    if out and suffix in (".pt", ".pth", ".bin", ".ckpt") and form in (None, *_FORMS):
         raise UsageError(
             f"{out}: the file would be safetensors, which torch.load cannot read",
             hints=[f"use -o {Path(out).with_suffix('.safetensors')}; read it with safetensors.torch.load_file"],
@@ -182,7 +188,7 @@ def _form_of_model(checkpoint: Path) -> str:
 
     The model is not built. Without its recipe, or without the code of the model, only the weights can be written.
     """
-    from ddpforge.app.api import load
+    from ddpforge.api import load
 
     try:
         return load(checkpoint).export_format
@@ -194,12 +200,17 @@ def _form_of_model(checkpoint: Path) -> str:
 def _weights(
     checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, folder: bool, form: str
 ) -> Exported:
-    """Writes weights into a file or a folder; with the form "transformers" also configurations and tokenizer."""
+    """Writes weights into a file or a folder; for "transformers" also configurations and tokenizer."""
     from ddpforge.interop.export import export as write
     from ddpforge.interop.export import export_folder
 
+    if form not in _FORMS:  # of a plugin
+        from ddpforge.api import named_format
+        from ddpforge.interop.export import export_as
+
+        return export_as(checkpoint, Path(out or f"{default}.{form}"), named_format(form), **chosen._asdict())
     if form == "transformers":
-        from ddpforge.app.api import load
+        from ddpforge.api import load
         from ddpforge.interop.export import FolderParts
 
         trained = load(checkpoint)
@@ -212,7 +223,7 @@ def _weights(
 
 def _adapters(checkpoint: Path, out: Path, weights: str, dtype: Precision | None, force: bool) -> Exported:
     """Writes the adapters into a folder for peft."""
-    from ddpforge.app.api import load
+    from ddpforge.api import load
     from ddpforge.interop.export import export_adapters
 
     trained = load(checkpoint)
@@ -222,7 +233,7 @@ def _adapters(checkpoint: Path, out: Path, weights: str, dtype: Precision | None
 
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:
     """Writes a torch.export or ONNX program."""
-    from ddpforge.app.api import load
+    from ddpforge.api import load
     from ddpforge.disk import reject_existing
     from ddpforge.interop import torch_export
     from ddpforge.interop.export import exported_file

@@ -62,9 +62,8 @@ def generate(
     from_stdin = chat and prompt is None and prompts is None
     texts = [] if from_stdin else _prompts(prompt, prompts)
 
-    from ddpforge.app.api import load
+    from ddpforge.api import chosen_kind, load, named_kind
     from ddpforge.app.generation import Sampling
-    from ddpforge.ranks.devices import chosen_kind, named_kind
     from ddpforge.ranks.logs import setup_logging
     from ddpforge.runs.checkpoints import find
 

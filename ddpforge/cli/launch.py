@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpforge.api import StopRequests
 from ddpforge.cli import complain
 from ddpforge.cli.options import (
     before_flags,
@@ -20,7 +21,6 @@ from ddpforge.cli.options import (
     set_option,
 )
 from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart, UsageError
-from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
     from ddpforge.app.local_launch import LaunchSpec

@@ -98,7 +98,7 @@ def parity(
 
 
 def _processes() -> int:
-    from ddpforge.ranks.devices import accelerators
+    from ddpforge.api import accelerators
 
     return max(2, accelerators())
 

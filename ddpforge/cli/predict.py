@@ -60,8 +60,8 @@ def predict(
         watch_startup()
 
         with gc_paused():
+            from ddpforge.api import RunFolder
             from ddpforge.app.evaluate import predict as predict_run
-            from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         file = out or Path(f"{folder.path.resolve().name}-predictions.jsonl")

@@ -42,7 +42,7 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
     RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page needs no other files: it
     can be mailed, archived, and read offline.
     """
-    from ddpforge.runs.summary import named_runs
+    from ddpforge.api import named_runs
     from ddpforge.tools.reports import gather, render
 
     folders = named_runs(runs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpforge.api import StopRequests
 from ddpforge.cli.ending import ending, leave, postpone, results_alone, to_resume
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
@@ -16,11 +17,11 @@ from ddpforge.fast_import import gc_paused, set_torch_env
 from ddpforge.launchers.exit_record import STARTED, is_launched, record_start
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.machine import terminate_with_parent
-from ddpforge.ranks.signals import StopRequests, stopping_early
+from ddpforge.ranks.signals import stopping_early
 from ddpforge.watchdog.watchdog import watch_startup
 
 if TYPE_CHECKING:
-    from ddpforge.runs.folder import RunFolder
+    from ddpforge.api import RunFolder
 
 
 @click.command()
@@ -63,8 +64,8 @@ def run(
         record_start()
         set_torch_env()
         with gc_paused():
+            from ddpforge.api import RunFolder
             from ddpforge.app.run import run as train
-            from ddpforge.runs.folder import RunFolder
 
         if dry_run or overfit:
             _reject_kept(fresh=fresh, out=out, profile=profile)

@@ -14,8 +14,8 @@ from ddpforge.cli.tables import WAY, ages, counted, number, print_table, printab
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.summary import Comparison, Point, RunSummary
+    from ddpforge.api import Comparison, RunFolder, RunSummary
+    from ddpforge.runs.summary import Point
 
 
 @click.group()
@@ -65,7 +65,8 @@ def ls(
     Each key of the recipe in which runs of the same model and dataset differ has a column. A run is "killed" if its
     status is "running" but no process trains it.
     """
-    from ddpforge.runs.summary import chosen, differences, find_runs, notable, sorted_by, summarize
+    from ddpforge.api import differences, find_runs, sorted_by, summarize
+    from ddpforge.runs.summary import chosen, notable
 
     _reject_unknown(states)
     found = [summarize(folder) for folder in find_runs(folders or _default())]
@@ -176,8 +177,9 @@ def compare(names: tuple[str, ...], every: bool, drawn: tuple[str, ...], picture
     The output has the main metrics, and the differences: keys of the resolved recipes, local files of code, machines
     and packages. Curves need the extra `plot`.
     """
+    from ddpforge.api import named_runs, summarize
     from ddpforge.runs.summary import compare as compared
-    from ddpforge.runs.summary import curves, named_runs, notable, summarize
+    from ddpforge.runs.summary import curves, notable
 
     folders = named_runs(names)
     if len(folders) < 2:
@@ -199,7 +201,7 @@ def compare(names: tuple[str, ...], every: bool, drawn: tuple[str, ...], picture
 
 
 def _print_comparison(found: "Comparison", *, every: bool) -> None:
-    from ddpforge.runs.summary import leading
+    from ddpforge.api import leading
 
     names = short_names(list(map(Path, found.runs)))
     sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
@@ -229,8 +231,7 @@ def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
 @click.option("-y", "--yes", is_flag=True, help="Delete without a question.")
 def rm(names: tuple[str, ...], yes: bool) -> None:
     """Delete each RUN with its checkpoints, after a question. A run that trains now cannot be deleted."""
-    from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.summary import summarize
+    from ddpforge.api import RunFolder, summarize
 
     folders = list(dict.fromkeys(map(RunFolder.find, names)))
     found = [summarize(folder) for folder in folders]
@@ -261,8 +262,8 @@ def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) ->
 
     To continue a finished run, set a longer train.length=LENGTH.
     """
+    from ddpforge.api import RunFolder
     from ddpforge.cli.launch import launch
-    from ddpforge.runs.folder import RunFolder
 
     folder = RunFolder.find(run)
     arguments = [str(folder.resolved), f"--nproc={nproc or _ranks(folder)}", f"--out={folder.path.parent}"]

@@ -50,9 +50,7 @@ def show(
 def _shown(
     recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool
 ) -> Iterator[str]:
-    from ddpforge.training.alternating_updates import batches_per_step
-    from ddpforge.training.contract import contract_of
-    from ddpforge.training.stages import MISSING
+    from ddpforge.api import MISSING, batches_per_step, contract_of
 
     chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
     problems.raise_if_any()

@@ -130,11 +130,11 @@ def _check(
     imports: bool,
 ) -> Recipe:
     """Returns the recipe, of an array that of the first job. Raises ForgeError if `ranks` ranks cannot train it."""
+    from ddpforge.api import RunFolder
     from ddpforge.cli.check import choose_and_check
     from ddpforge.components.registry import Registry
     from ddpforge.launchers.slurm import indices
     from ddpforge.recipe import load_recipe
-    from ddpforge.runs.folder import RunFolder
 
     numbers = indices(array) if array else []
     with _as_task(numbers[:1]):

@@ -11,7 +11,7 @@ from ddpforge.cli.options import json_option, run_argument
 from ddpforge.cli.tables import age, coloured, counted, number, printable, span
 
 if TYPE_CHECKING:
-    from ddpforge.runs.summary import RunSummary
+    from ddpforge.api import RunSummary
 
 _ALIVE = ("new", "starting", "running")
 
@@ -35,8 +35,7 @@ def status(run: str, whole: bool, watch: bool, every: float, as_json: bool) -> N
     RUN is a run's folder, or its name in runs/. Only the folder is read, so this works on any machine that has access
     to it. With --json and --watch, each line is one object.
     """
-    from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.summary import summarize
+    from ddpforge.api import RunFolder, summarize
 
     folder = RunFolder.find(run)
     for found in followed(lambda: summarize(folder), lambda: time.sleep(every)) if watch else [summarize(folder)]:
@@ -62,7 +61,7 @@ def _as_dict(run: "RunSummary") -> dict[str, object]:
 
 def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
     """Returns step and time of the newest complete checkpoint; None if there is none."""
-    from ddpforge.checkpoint.retention import committed
+    from ddpforge.api import committed
 
     found, _ = committed(run.folder.checkpoints)
     if not found:
@@ -78,7 +77,7 @@ def _line(run: "RunSummary") -> str:
 
 
 def _page(run: "RunSummary", whole: bool) -> str:
-    from ddpforge.runs.summary import leading
+    from ddpforge.api import leading
 
     rows = [("last update", f"{age(time.time() - run.changed)} ago")]
     known = {name: value for name, value in run.metrics.items() if value is not None}

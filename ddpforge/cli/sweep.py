@@ -167,8 +167,7 @@ def _varied(difference: Mapping[str, Any], axes: Sequence[str]) -> dict[str, Any
 
 
 def _report(plan: "SweepPlan", ended: "Sequence[Trained]", metric: str, as_json: bool) -> None:
-    from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.summary import differences, sorted_by, summarize
+    from ddpforge.api import RunFolder, differences, sorted_by, summarize
 
     fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "preempted")]
     good = [summarize(folder) for folder in fine if folder.exists()]  # a run may be stopped before it has a folder

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import click
 
+from ddpforge.api import thinned
 from ddpforge.errors import SetupError, UsageError, pip_install
-from ddpforge.runs.summary import thinned
 
 WAY = "--wide shows all columns"
 _GAP = "  "  # between columns

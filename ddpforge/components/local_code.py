@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from inspect import getsourcefile
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["PREFIX", "import_file", "module_name", "neighbours"]
+__all__ = ["PREFIX", "component_name", "import_file", "module_name", "neighbours"]
 
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 
@@ -33,6 +34,17 @@ def module_name(file: Path) -> str:
     if not stem.isidentifier():
         stem = re.sub(r"\W", "_", stem) + _digest(file)
     return f"{PREFIX}{_digest(file.parent)}.{stem}"
+
+
+def component_name(part: object) -> str:
+    """Returns a component's name for messages: its class and, for code that is not installed, its file.
+
+    A part of a component, as the task of one update, has the component as its attribute `named_as`.
+    """
+    kind = type(getattr(part, "named_as", part))
+    if not kind.__module__.startswith(PREFIX):
+        return kind.__qualname__
+    return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
 
 
 def _digest(path: Path) -> str:

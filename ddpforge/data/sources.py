@@ -59,7 +59,7 @@ class JoinedSources:
 
     @property
     def class_names(self) -> list[str]:
-        """Returns the names of the classes of all sources; the preflight compares them."""
+        """Returns the names of the classes of all sources; a check compares them."""
         return max(map(class_names_of, self._sources), key=len)
 
     @property

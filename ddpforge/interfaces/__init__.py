@@ -7,6 +7,7 @@ step. Importing these modules does not import torch.
 from ddpforge.interfaces.attention_context import AttentionContext
 from ddpforge.interfaces.auxiliary import AuxiliaryModule
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
+from ddpforge.interfaces.checkpoint_format import CheckpointFormat, ForeignState
 from ddpforge.interfaces.data import Data, ShardedDataset, class_names_of
 from ddpforge.interfaces.device import DeviceKind, active_kind, add_device_kind, device_kind, device_kinds, in_float64
 from ddpforge.interfaces.durations import Duration, Horizon
@@ -47,6 +48,7 @@ __all__ = [
     "BoxList",
     "Callback",
     "CanonicalState",
+    "CheckpointFormat",
     "Compute",
     "Contract",
     "Data",
@@ -55,6 +57,7 @@ __all__ = [
     "EpochBatchSampler",
     "ExpertDispatch",
     "FlatRange",
+    "ForeignState",
     "ForwardSplit",
     "FullWeights",
     "GoBack",

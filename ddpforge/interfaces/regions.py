@@ -162,6 +162,13 @@ def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
         row += box.size[0]
 
 
+def copy_from(tensor: Tensor, region: Region, target: Tensor) -> None:
+    """Fills `target` with a region of a whole tensor."""
+    for simple, part in pieces(region, target):
+        held = part.view(-1) if isinstance(simple, FlatRange) else part
+        copy(tuple(tensor.shape), whole(tuple(tensor.shape)), tensor.reshape(-1), simple, held)
+
+
 def whole(shape: Shape) -> FlatRange:
     """Returns the range of all elements of a tensor."""
     return FlatRange(0, prod(shape))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.world import Ranks
 
-__all__ = ["CanonicalState", "FullWeights", "SavedTensor", "ShardedWeights", "Weights", "read_all"]
+__all__ = ["PACKED", "CanonicalState", "FullWeights", "SavedTensor", "ShardedWeights", "Weights", "read_all"]
 
+PACKED = "packed"  # the name of the tensor that replaces the `weight` of a quantized layer in checkpoints
 _READERS = 4  # threads per rank, at most
 
 X = TypeVar("X")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.models.quantized import PACKED, unpacked
+from ddpforge.builtin.models.quantized import unpacked
 from ddpforge.checkpoint.safetensors_writer import LazyTensor
 from ddpforge.errors import UsageError
+from ddpforge.interfaces.state import PACKED
 
 __all__ = ["adapter_config", "adapter_tensors", "merged"]
 

@@ -10,11 +10,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.api import Change, CheckpointReader, recipe_changes
 from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.upgrade import upgrade_tables
-from ddpforge.runs.changes import Change, recipe_changes
 from ddpforge.runs.checkpoints import metrics, plain
 
 _STRIDE = 1 << 22  # elements compared at a time, in float64

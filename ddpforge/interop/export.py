@@ -21,12 +21,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ddpforge import disk
-from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.api import CheckpointReader, chosen_weights, write_weights
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
-from ddpforge.checkpoint.weights_file import sources, write_weights
+from ddpforge.checkpoint.weights_file import OF_TASK, sources
 from ddpforge.disk import appearing
 from ddpforge.errors import CheckpointError, SetupError, UsageError
+from ddpforge.interfaces import CheckpointFormat
 from ddpforge.interop.adapters import adapter_config, adapter_tensors, merged
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -38,7 +39,6 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
 INDEX = f"{MODEL}.index.json"
 ADAPTERS = "adapter_model.safetensors"
 _PEFT_FILES = (ADAPTERS, "adapter_config.json")
-_OF_TASK = "task."  # prefix of the names of a task's auxiliary modules
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the files of an exported folder
 
 
@@ -184,15 +184,46 @@ def export_adapters(
     )
 
 
+def export_as(
+    checkpoint: Path,
+    out: Path,
+    form: CheckpointFormat,
+    *,
+    weights: str = "model",
+    only: Sequence[str] = (),
+    merge: bool = False,
+    dtype: Precision | None = None,
+    force: bool = False,
+    base: Mapping[str, Tensor] | None = None,
+) -> Exported:
+    """Writes the model into a file of a plugin's format, which appears complete or not at all; see `export`."""
+    disk.reject_existing(out, force=force)
+    reader = CheckpointReader(checkpoint)
+    chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
+    with appearing(out, CheckpointError) as temporary:
+        form.write(temporary, _Fetching(chosen), aliases)
+    return exported_file(out, reader.metadata.step, len(chosen))
+
+
+class _Fetching(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is looked up."""
+
+    def __init__(self, sources: Mapping[str, LazyTensor]) -> None:
+        self._sources = sources
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._sources[name].fetch()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
 def exported_file(out: Path, step: int, tensors: int) -> Exported:
     """Returns the description of a file that was written with `tensors` tensors."""
     return Exported(file=out, step=step, tensors=tensors, bytes=out.stat().st_size, sha256=disk.sha256(out))
-
-
-def chosen_weights(reader: CheckpointReader, weights: str) -> dict[str, LazyTensor]:
-    """Returns the weights of the model or of a callback, in the model's order, without reading them; see `export`."""
-    chosen = sources(reader, "model")
-    return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
 
 
 def _chosen(
@@ -205,7 +236,7 @@ def _chosen(
     base: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Returns the weights to write, in the model's order, and the other names of tied tensors."""
-    if weights.startswith(_OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
+    if weights.startswith(OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
         chosen, aliases = own, {}  # an auxiliary module with tensor names of its own
     else:
         chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
@@ -299,22 +330,6 @@ def _fits_model(tensors: Mapping[str, LazyTensor], reader: CheckpointReader) -> 
     """True if every tensor has the name and shape of one in the model; also True if there are no tensors."""
     model = sources(reader, "model")
     return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
-
-
-def _kept_by(callback: str, reader: CheckpointReader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Returns the callback's tensors; raises UsageError unless they are weights of this model."""
-    mine = sources(reader, "callbacks", callback)
-    if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
-        others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
-        raise UsageError(
-            f"the checkpoint {reader.path} contains no weights called {callback!r}",
-            hints=[
-                f"`{callback}` is an auxiliary module with tensor names of its own: `ddpforge export` can write it"
-                if mine and callback.startswith(_OF_TASK)
-                else f"callbacks that saved tensors: {others}"
-            ],
-        )
-    return mine
 
 
 def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:

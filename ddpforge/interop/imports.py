@@ -9,17 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ddpforge.api import RunFolder, WriterGroup, committed, format_of, is_checkpoint, named_format
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
+from ddpforge.interfaces import ForeignState
 from ddpforge.interfaces.regions import find_gap
-from ddpforge.interop.foreign import dcp, plain, zero
-from ddpforge.interop.foreign.foreign_state import ForeignState, Held, rejected
-from ddpforge.ranks.writers import WriterGroup
-from ddpforge.runs.checkpoints import is_checkpoint
-from ddpforge.runs.folder import RunFolder
+from ddpforge.interop.foreign.foreign_state import Held, rejected
 
 X = TypeVar("X")
 
@@ -124,18 +121,12 @@ def _made(folder: Path) -> Path:
 # ---------------------------------------------------------------------------------------------- reading
 def _read(source: Path, *, trust: bool) -> ForeignState:
     """Detects the format of the source, and reads it."""
-    if source.is_file():
-        return plain.read_file(source, trust=trust)
-    if not source.is_dir():
+    if not source.exists():
         raise UsageError(f"{source} does not exist", hints=["name a file, or the folder of a checkpoint"])
     if is_checkpoint(source):
         raise rejected(source, "it is already a checkpoint of ddpforge")
-    if (source / dcp.METADATA).exists():
-        return dcp.read(source, trust=trust)
-    if zero.is_native(source):
-        return zero.read(source, trust=trust)
-    if plain.is_folder(source):
-        return plain.read_folder(source, trust=trust)
+    if form := format_of(source) or (named_format("safetensors") if source.is_file() else None):
+        return form.read(source, trust=trust)
     raise rejected(
         source,
         "it contains no checkpoint of a known format",

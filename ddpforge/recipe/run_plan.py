@@ -14,7 +14,7 @@ from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.recipe.schema import Recipe, TrainSection
 from ddpforge.recipe.toml import Origin
 
-__all__ = ["RunPlan", "StepWindow", "in_steps"]
+__all__ = ["RunPlan", "StepWindow", "in_steps", "no_sampler_of_streams"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +208,12 @@ def _cadences(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Duration]]:
     if recipe.data.evaluations:
         found["train", "eval_every"] = recipe.train.eval_every
     yield from ((path, duration) for path, duration in found.items() if not duration.is_time)
+
+
+def no_sampler_of_streams(stream: type) -> UsageError:
+    """Returns the error for a [data.sampler] of data that is a stream."""
+    return UsageError(
+        f"{stream.__name__} is an iterable dataset and yields samples in its own order",
+        hints=["remove [data.sampler], or use a dataset with __len__ and __getitem__"],
+        key="data.sampler",
+    )

@@ -22,25 +22,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge import preflight
-from ddpforge.app.build import build_checked, build_dataset
-from ddpforge.app.choose import choose
+from ddpforge.api import (
+    CheckpointReader,
+    Checkpoints,
+    Problems,
+    Trainer,
+    WriterGroup,
+    assemble,
+    build_checked,
+    build_dataset,
+    check,
+    choose,
+    digest,
+    leave,
+)
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
-from ddpforge.data.pytree import close, digest
+from ddpforge.data.pytree import close
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, GoBack, RunContext, StepInfo, Strategy, TensorShard, Tracker, Weights, World
-from ddpforge.preflight import Problems
 from ddpforge.ranks.failures import is_symptom
-from ddpforge.ranks.join import join, leave
-from ddpforge.ranks.writers import WriterGroup
+from ddpforge.ranks.join import join
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
-from ddpforge.training.assemble import assemble
-from ddpforge.training.loop import Trainer
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -67,7 +72,7 @@ class Site:
         problems = Problems(self.loaded)
         chosen = choose(self.loaded, self.registry, problems, ranks=self.world.global_ranks.size)
         chosen = replace(chosen, strategy=self.strategy)
-        preflight.check(chosen, problems)
+        check("chosen", chosen, problems)
         parts = build_checked(chosen, self.world, problems, samples=False)
         checkpoints = Checkpoints(
             self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.global_ranks

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.pytree import take
+from ddpforge.api import MicroBatch, RankShare, SingleRank, open_data, take, tasks_by_update
 from ddpforge.interfaces import Task, World
-from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.training.alternating_updates import tasks_by_update
 from ddpforge.training.auxiliary import declared
 
 __all__ = ["SAMPLES", "ComponentTrial", "first_batches", "fresh", "settle", "trial_of"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import getsourcefile
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total, device_kind
 from ddpforge.recipe.schema import UpdateComponent
@@ -26,7 +23,6 @@ __all__ = [
     "UpdateTask",
     "accepts_update",
     "batches_per_step",
-    "component_name",
     "finish_metrics",
     "metric_name",
     "reported_metrics",
@@ -70,6 +66,7 @@ class UpdateTask:
 
     def __init__(self, task: Task, update: str) -> None:
         self.task, self.update = task, update
+        self.named_as = task  # see `component_name`
 
     def __getattr__(self, name: str) -> Any:
         if name in ("task", "update"):  # a copy that is not complete yet
@@ -85,14 +82,6 @@ class UpdateTask:
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Calls the task's `finish` with the update's metrics, which have the update appended to their names."""
         return self.task.finish({metric_name(name, self.update): value for name, value in metrics.items()})
-
-
-def component_name(part: object) -> str:
-    """Returns a component's name for messages: its class and, for code that is not installed, its file."""
-    kind = type(part.task if isinstance(part, UpdateTask) else part)
-    if not kind.__module__.startswith(PREFIX):
-        return kind.__qualname__
-    return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
 
 
 def reported_metrics(task: Task) -> Mapping[str, Metric]:

@@ -15,7 +15,6 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ForgeError, PluginError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
@@ -23,22 +22,22 @@ from ddpforge.training.auxiliary import HOOKS, place
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.checkpoint_saver import CheckpointSaver
+from ddpforge.training.checks import check_first_step
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.frozen_weights import omits_frozen
+from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import freeze_batchnorm_statistics, local_groups, parameter_groups
-from ddpforge.training.reference_check import prepare_reference_check
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.source_losses import source_losses
 from ddpforge.training.stages import Built, Dealt
-from ddpforge.training.task_checks import SMALL
 from ddpforge.training.task_state import NAME, TaskState, Unsaved, check_no_parameters, has_state
 
 __all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses"]
@@ -65,16 +64,15 @@ def assemble(
         world: the ranks, as the strategy has set them up.
         folder: the run folder.
         life: calls `on_end` of each started callback when it closes, even if a later callback fails to start.
-        init_from: the source of initial weights, see `interop.initial`.
+        init_from: the source of initial weights, see `initial_weights`.
         begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
-        trained: True if the run has trained steps before. If not, the first step is checked against the whole model
-            (see `reference_check`), and its loss against the loss of its halves.
+        trained: True if the run has trained steps before. If not, the first step is checked.
         saving: replaces the saver of checkpoints, e.g. for a trial that saves nothing.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
     recipe = parts.recipe
-    whole = None if trained else prepare_reference_check(parts, contract_of(parts.strategy), world)
+    first_checks = [] if trained else check_first_step(parts, world)
     model = _spread(parts)
     with recipe_faults():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
@@ -97,7 +95,6 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=not trained and _compares(parts),
         schedules=parts.schedules,
         value_schedules=parts.value_schedules,
         plan=parts.plan,
@@ -111,7 +108,7 @@ def assemble(
         tracker=tracker,
         saving=saving,
         shows=shows,
-        whole=whole,
+        first_checks=first_checks,
         sources=source_losses(parts),
     )
 
@@ -259,12 +256,6 @@ def _evaluator(
         callbacks={**beside, **callbacks},
         seed=parts.recipe.train.seed,
     )
-
-
-def _compares(parts: Dealt) -> bool:
-    """True if the first step must compare its loss with the loss of its halves, and a copy of the model is cheap."""
-    whole = "weights" not in contract_of(parts.strategy).shards and parts.recipe.train.compile == "off"
-    return parts.compares and not parts.task.whole_batch and whole and parts.size.all <= SMALL
 
 
 def compile_losses(task: Task, train: TrainSection) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge import compat
+from ddpforge.components.local_code import component_name
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
 from ddpforge.interfaces import (
     AuxiliaryModule,
@@ -22,12 +23,11 @@ from ddpforge.interfaces import (
     World,
     read_all,
 )
-from ddpforge.interop.initial import load_initial
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
-from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.frozen_weights import checksum, checksums_match
+from ddpforge.training.initial_weights import load_initial
 
 __all__ = ["HOOKS", "OWNER", "PlacedAuxiliary", "declared", "modules_with_buffers", "place"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.errors import UsageError
+from ddpforge.interfaces.forms import described
 
 __all__ = ["nonfinite_values", "raise_if_batch_explains"]
 

@@ -13,7 +13,9 @@ from ddpforge.interfaces import Contract, Strategy, Weights, World
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["ParameterCount", "contract_of", "count_parameters", "verify_contract"]
+__all__ = ["SMALL", "ParameterCount", "contract_of", "count_parameters", "verify_contract"]
+
+SMALL = 50_000_000  # parameters up to which a model is copied and evaluated in a moment
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from ddpforge.training.batchnorm import BatchNormAverager, unchanged
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.checkpoint_saver import CheckpointSaver
+from ddpforge.training.checks import FirstStepCheck
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
@@ -50,11 +51,10 @@ from ddpforge.training.learning_rates import Rates
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
-from ddpforge.training.reference_check import ReferenceCheck
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.rows import RowBuilder
 from ddpforge.training.source_losses import SourceLosses
-from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
+from ddpforge.training.step import KeepsBuffers, Stepper, update_of
 from ddpforge.training.task_state import Unsaved
 
 __all__ = ["Around", "Trainer"]
@@ -96,7 +96,6 @@ class Trainer:
         replica: Replica,
         task: Task,
         optimizer: Optimizer,
-        compares: bool = False,
         schedules: Mapping[str, Schedule],
         value_schedules: Mapping[str, Schedule] = {},
         plan: RunPlan,
@@ -108,7 +107,7 @@ class Trainer:
         saving: CheckpointSaver | None = None,
         shows: MediaLogger | None = None,
         unsaved: Unsaved | None = None,
-        whole: ReferenceCheck | None = None,
+        first_checks: Sequence[FirstStepCheck] = (),
         sources: SourceLosses | None = None,
     ) -> None:
         # parts of the run
@@ -159,7 +158,7 @@ class Trainer:
         starts = {name: plan.horizon.steps(group.start) for name, group in groups if group.start}
         self._rates = Rates(optimizer, schedules, value_schedules, starts)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
-        self._steppers = self._steppers_by_update(compares=compares, whole=whole, sources=sources)
+        self._steppers = self._steppers_by_update(first_checks, sources)
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}
         self._draws = batches_per_step(updates)
         takers = self._step_takers()
@@ -167,14 +166,13 @@ class Trainer:
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
 
     def _steppers_by_update(
-        self, *, compares: bool, whole: ReferenceCheck | None, sources: SourceLosses | None
+        self, first_checks: Sequence[FirstStepCheck], sources: SourceLosses | None
     ) -> dict[str, Stepper]:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
         statistics = BatchNormAverager(stateful) if recipe.train.virtual_ranks else None
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
-        compare_whole = [partial(whole.compare, replica, world)] if whole else []
         return {
             update: Stepper(
                 world,
@@ -185,10 +183,7 @@ class Trainer:
                 stateful=stateful,
                 statistics=statistics,
                 sources=sources,
-                first_checks=[
-                    *compare_whole,
-                    *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
-                ],
+                first_checks=[partial(check, replica, one, stateful) for check in first_checks],
                 saving=self.saving,
             )
             for update, one in tasks_by_update(self.task).items()

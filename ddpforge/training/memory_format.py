@@ -17,7 +17,7 @@ log = logging.getLogger("ddpforge")
 def make_dense(model: nn.Module) -> None:
     """Closes the gaps in the memory of parameters, and gives buffers made with `expand` memory for each element.
 
-    Call it after the checks of `preflight.model`, which refuse tensors that share memory.
+    Call it after the checks of `guard.model`, which refuse tensors that share memory.
     """
     # torch's fused optimizers treat a parameter as contiguous, and would update its gaps. Ranks cannot receive values
     # into a buffer whose elements share memory.

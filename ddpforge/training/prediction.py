@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddpforge.builtin.tasks.forms import described
+from ddpforge.components.local_code import component_name
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Pass, ShardedDataset, Task, World
-from ddpforge.training.alternating_updates import component_name
+from ddpforge.interfaces.forms import described
 from ddpforge.training.evaluation import Evaluator
 
 __all__ = ["INDEX", "NAMED", "Predicted", "check_single_update", "in_order", "predictions", "with_names"]

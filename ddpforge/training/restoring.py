@@ -8,14 +8,14 @@ from typing import Any
 
 from ddpforge.checkpoint.reader import CheckpointReader, Saved
 from ddpforge.checkpoint.state import CheckpointMetadata
+from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, TensorShard, World
-from ddpforge.interop.export import chosen_weights
-from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
 from ddpforge.training.auxiliary import HOOKS, PlacedAuxiliary
 from ddpforge.training.frozen_weights import convert_frozen, fill_frozen
+from ddpforge.training.initial_weights import in_dtype
 from ddpforge.training.task_state import TaskState
 
 __all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
 from ddpforge.interfaces import SamplesOfSource, Task, Total
-from ddpforge.training.alternating_updates import component_name, update_names
+from ddpforge.training.alternating_updates import update_names
 from ddpforge.training.contract import contract_of
 from ddpforge.training.stages import Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns, SupportsMultiPass, Task, Total, World
 from ddpforge.ranks import heartbeat
-from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.source_losses import SourceLosses
-from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
+from ddpforge.training.task_checks import CheckedTask, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
 
-__all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "update_of"]
+__all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "update_of"]
 
 _FORWARD = 0xF03A  # separates the seeds of forward passes from those of the data
 
@@ -266,10 +266,3 @@ def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> Mu
     if getattr(optimizer, "passes", 1) == 1:
         return None
     return MultiPassUpdate(replica, cast(MultiPassOptimizer, optimizer), stateful)
-
-
-def check_first_loss(world: World, replica: Replica, task: Task, stateful: nn.Module, first: MicroBatch) -> None:
-    """Raises UsageError before the first step for a loss that is a mean, if preflight did not call the loss."""
-    batch = replica.local_batch(to_device(first.data, world.device))
-    with replica.forward(), unchanged(stateful):  # a copy's forward may be bound to the model
-        check_sum_reduction(replica.unwrapped, task, batch, first.samples)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge import compat
+from ddpforge.components.local_code import component_name
 from ddpforge.data.pytree import digest
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import AuxiliaryModule, Callback, Metric, Ranks, Replica, Task, TensorShard
-from ddpforge.training.alternating_updates import component_name
 
 __all__ = ["NAME", "TaskState", "Unsaved", "check_no_parameters", "has_state"]
 

@@ -14,8 +14,8 @@ from support.forked import in_ranks, refused
 from support.launched import Ranks
 
 import ddpforge
+from ddpforge.app.prediction_tables import writing
 from ddpforge.errors import ForgeError, PluginError, SetupError, UsageError
-from ddpforge.interop.tables import writing
 
 RECIPE = """\
 recipe = 2

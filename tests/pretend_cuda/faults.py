@@ -298,7 +298,7 @@ FAULTS = (
     ),
     Fault(
         "random numbers of the device are not restored after the comparison with the whole model",
-        "training/reference_check.py",
+        "guard/reference_check.py",
         "    kind.set_rng_state(state, device)\n",
         "",
         (_part("the_state_of_the_device_s_generator_is_restored"),),

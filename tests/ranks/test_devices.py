@@ -18,9 +18,9 @@ from torch import nn
 from ddpforge.components.installed import Entry
 from ddpforge.components.registry import Registry
 from ddpforge.errors import StrategyError
+from ddpforge.guard.static import check_compile
 from ddpforge.interfaces import Strategy, World, device_kind
 from ddpforge.interfaces import device as kinds
-from ddpforge.preflight.static import check_compile
 from ddpforge.ranks import devices, join
 from ddpforge.ranks.devices import check, choose_device, device_type
 from ddpforge.recipe.schema import TrainSection

@@ -8,8 +8,9 @@ import pytest
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
-from ddpforge.preflight import Problems, check
+from ddpforge.guard.static import check_optimizer_options
 from ddpforge.recipe import LoadedRecipe
+from ddpforge.training.problems import Problems
 
 Load = Callable[..., LoadedRecipe]
 
@@ -26,7 +27,8 @@ class Own(torch.optim.Optimizer):
 
 def _checked(loaded: LoadedRecipe, registry: Registry) -> None:
     stage, problems = SimpleNamespace(trains=True, recipe=loaded.recipe, registry=registry), Problems(loaded)
-    check(stage, problems, (("optimizer", "static.check_optimizer_options"),))
+    with problems.at("optimizer"):
+        check_optimizer_options(stage)
     problems.raise_if_any()
 
 

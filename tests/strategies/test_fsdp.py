@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
+from ddpforge.guard.static import check_device
 from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
-from ddpforge.preflight.static import check_device
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.fsdp.shards import clip_local, rows_of

@@ -17,11 +17,11 @@ from ddpforge.checkpoint.staging import Staging
 from ddpforge.checkpoint.state import RankState, flatten
 from ddpforge.data import seed_all, to_device
 from ddpforge.data.pytree import pinned
+from ddpforge.guard.reference_check import _random_numbers
 from ddpforge.interfaces import CanonicalState, Total, device_kind
 from ddpforge.ranks import metric_reduction
 from ddpforge.ranks.writers import _Work
 from ddpforge.strategies.tensor.tensor_parallel import TensorParallelRNG
-from ddpforge.training.reference_check import _random_numbers
 from support.pretended_counts import counts
 
 GPU = torch.device("cuda", 1)

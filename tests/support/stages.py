@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ddpforge import preflight
 from ddpforge.app.build import build, deal
 from ddpforge.app.choose import choose
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
+from ddpforge.guard.samples import FirstSamples, check_each_dataset
 from ddpforge.interfaces import World
-from ddpforge.preflight import Problems
-from ddpforge.preflight.samples import FirstSamples, check_each_dataset, check_first_batch
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.checks import check, check_built, check_samples
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Built, Chosen, Dealt
 
 ALONE = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
@@ -42,7 +42,7 @@ class Staged:
         if strict:
             self.evaluate()
         elif self.fits:
-            check_first_batch(self.stage, self.problems)
+            check_samples(self.stage, self.problems)
         try:
             self.problems.raise_if_any()
         except RecipeError as error:
@@ -61,9 +61,9 @@ def staged(source: Any, *sets: str, ranks: int = 1, device: str = "cpu", meta: b
     loaded = load_recipe(source, sets=sets, registry=registry)
     problems = Problems(loaded)
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device, **options)
-    preflight.check(chosen, problems)
+    check("chosen", chosen, problems)
     built = build(chosen, problems, meta=meta)
-    return Staged(built, problems, preflight.check_built(built, problems))
+    return Staged(built, problems, check_built(built, problems))
 
 
 def dealt(source: Any, world: World = ALONE, *, sets: Sequence[str] = (), **options: Any) -> Dealt:

@@ -16,12 +16,12 @@ from ddpforge.app.choose import choose
 from ddpforge.app.run import join
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker
-from ddpforge.preflight import Problems
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble
+from ddpforge.training.problems import Problems
 from support import SUPPORT
 from support.forked import in_ranks
 

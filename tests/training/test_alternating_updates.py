@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
@@ -19,7 +20,6 @@ from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, Compos
 from ddpforge.training.alternating_updates import (
     AlternatingUpdates,
     batches_per_step,
-    component_name,
     finish_metrics,
     tasks_by_update,
     update_names,

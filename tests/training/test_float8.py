@@ -16,11 +16,11 @@ from support.small_gpt import DDP, train
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from ddpforge import preflight
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
+from ddpforge.guard import static
+from ddpforge.guard.static import check_float8 as check_float8_of
 from ddpforge.interfaces import Contract
-from ddpforge.preflight.static import check_float8 as check_float8_of
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, TrainSection
 from ddpforge.strategies.ddp import DDP as Ddp
 from ddpforge.strategies.fsdp import FSDP as Fsdp
@@ -30,7 +30,6 @@ from ddpforge.strategies.single import Single
 from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.float8 import check_float8, float8_layers, put_float8
-from ddpforge.training.stages import Chosen
 
 IN_A_BLOCK = ("attention.qkv", "attention.projection", "mlp.0", "mlp.2")
 FSDP = 'use = "fsdp"'
@@ -194,15 +193,14 @@ def test_strategies_that_split_layers_are_refused() -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.preflight.static.find_spec", lambda name: None)
+    monkeypatch.setattr("ddpforge.guard.static.find_spec", lambda name: None)
     assert complaints(Single.contract) == ['train.fp8 = "rowwise" needs torchao, which is not installed']
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [one for one in preflight.CHECKS[Chosen] if one[1] != "static.check_float8"]
-    monkeypatch.setitem(preflight.CHECKS, Chosen, others)
+    monkeypatch.setattr(static, "CHECKS", [one for one in static.CHECKS if one[1] is not static.check_float8])
     monkeypatch.setattr(assemble, "put_float8", partial(put_float8, emulate=True))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.guard.sum_reduction import check_sum_reduction
 from ddpforge.interfaces import Histogram, MediaKind, Task, Tracker
 from ddpforge.training.media import MediaLogger
-from ddpforge.training.task_checks import check_sum_reduction
 from ddpforge.training.trackers import TrackerGroup
 
 

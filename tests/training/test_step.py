@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError, StrategyError, UsageError
+from ddpforge.guard.sum_reduction import check_first_loss
 from ddpforge.interfaces import SampleColumns, Task, Total
-from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
+from ddpforge.training.step import KeepsBuffers, Stepper, update_of
 
 IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
 """Optimizer without effect."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.models.frozen_layers import packed_linear
 from ddpforge.errors import SetupError, pip_install
+from ddpforge.interfaces.state import PACKED
 
-__all__ = ["PACKED", "Quantization", "QuantizedLinear", "quantize", "unpacked"]
+__all__ = ["Quantization", "QuantizedLinear", "quantize", "unpacked"]
 
 Quantization = Literal["nf4", "int8"]
-PACKED = "packed"  # the name of the tensor that replaces a layer's `weight` in checkpoints
 _BLOCK, _NESTED = 64, 256  # weights with one scale in NF4, and scales with one scale under double quantization
 _INT8 = 127.0
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, described, pair, parts_of
+from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, pair, parts_of
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import SampleColumns, Task, Total
+from ddpforge.interfaces.forms import described
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

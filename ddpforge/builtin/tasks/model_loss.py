@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, by_name, described
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, by_name
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import SampleColumns, Task, Total
+from ddpforge.interfaces.forms import described
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import beside_targets, by_name, described, one_tensor, pair, parts_of
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total
+from ddpforge.interfaces.forms import described
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,14 +11,27 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ddpforge.interfaces import CheckpointFormat, ForeignState
 from ddpforge.interfaces.regions import Box, TensorShard
-from ddpforge.interop.foreign.foreign_state import ForeignState, Held, inside, listed, regular, rejected, untrusted
+from ddpforge.interop.foreign.foreign_state import Held, inside, listed, regular, rejected, untrusted
 
 METADATA = ".metadata"
 _MODELS = (("model",), ("state_dict",), ("model_state_dict",), ("module",), ("app", "model"), ())
 _FLAT = re.compile(r"state\.(.+)\.([^.]+)")  # the keys of `flatten_optimizer_state_dict`
 
 Path_ = tuple[Any, ...]
+
+
+class DCP(CheckpointFormat):
+    """Folder of torch.distributed.checkpoint."""
+
+    def matches(self, path: Path) -> bool:
+        """True for a folder with metadata of DCP."""
+        return (path / METADATA).exists()
+
+    def read(self, path: Path, *, trust: bool) -> ForeignState:
+        """See `read`."""
+        return read(path, trust=trust)
 
 
 def read(folder: Path, *, trust: bool) -> ForeignState:

@@ -1,11 +1,10 @@
-"""Contents of another program's checkpoint, and safe access to its files."""
+"""Safe access to the files of another program's checkpoint."""
 
 import stat
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,19 +17,6 @@ from ddpforge.interfaces.regions import TensorShard
 
 Held = Tensor | list[TensorShard]
 Number = bool | int | float
-
-
-@dataclass(kw_only=True)
-class ForeignState:
-    """Tensors by name, as in `contents.RankState`; `left_out` describes the entries of the source that are skipped."""
-
-    kind: str
-    model: dict[str, Held]
-    optimizer: dict[str, dict[str, Held | Number]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    step: int | None = None
-    samples: int | None = None
-    left_out: list[str] = field(default_factory=list)
 
 
 def rejected(path: Path, reason: object, *hints: str) -> UsageError:

@@ -1,19 +1,108 @@
 """Reads weights by name: safetensors and state dicts, in one file or split over several as in transformers."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.interop.foreign.foreign_state import ForeignState, inside, listed, load, regular, rejected, tied
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CheckpointFormat, ForeignState, Region
+from ddpforge.interfaces.regions import copy_from
+from ddpforge.interop.foreign.foreign_state import inside, listed, load, regular, rejected, tied
 
 SINGLE = {"model.safetensors": "safetensors", "pytorch_model.bin": "state_dict"}
 INDEXED = {f"{name}.index.json": kind for name, kind in SINGLE.items()}
+_SAFE = ("model.safetensors", "model.safetensors.index.json")
 _NESTED = ("model", "state_dict", "model_state_dict", "module")
+
+
+class Safetensors(CheckpointFormat):
+    """File of safetensors, or a folder of them with the file names of transformers."""
+
+    def matches(self, path: Path) -> bool:
+        """True for such a folder, and for a file with the header of safetensors."""
+        if path.is_dir():
+            return any(_is_there(path / name) for name in _SAFE)
+        try:
+            with path.open("rb") as file:
+                return file.read(9)[8:] == b"{"
+        except OSError:
+            return False
+
+    def read(self, path: Path, *, trust: bool) -> ForeignState:
+        """Reads the weights."""
+        return read_folder(path, trust=trust) if path.is_dir() else read_file(path, trust=trust)
+
+    def open(self, path: Path) -> dict[str, _InFile]:
+        """Returns the tensors, mapped into memory."""
+        single, index = (path / name for name in _SAFE)
+        try:
+            if not index.is_file():
+                return _of_file(single if path.is_dir() else path)
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if any(Path(name).name != name for name in files):
+                raise CheckpointError(f"{index} names files outside its folder")
+            return {name: tensor for file in sorted(files) for name, tensor in _of_file(path / file).items()}
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors: {error}",
+                hints=["`ddpforge ckpt import` converts checkpoints of other formats"],
+            ) from error
+
+
+class StateDict(CheckpointFormat):
+    """File of `torch.save`, or a folder of them with the file names of transformers."""
+
+    def matches(self, path: Path) -> bool:
+        """True for such a folder, for an archive of `torch.save`, and for a plain pickle."""
+        if path.is_dir():
+            return is_folder(path)
+        if path.is_file() and is_zipfile(path):  # also the format of other programs
+            with ZipFile(path) as archive:
+                return any(name.endswith("/data.pkl") for name in archive.namelist())
+        return path.is_file() and is_pickle(path)
+
+    def read(self, path: Path, *, trust: bool) -> ForeignState:
+        """Reads the weights; without `trust` only tensors and plain containers of tensors."""
+        return read_folder(path, trust=trust) if path.is_dir() else read_file(path, trust=trust)
+
+
+def _of_file(path: Path) -> dict[str, _InFile]:
+    file: Any = safe_open(path, framework="pt")
+    return {name: _InFile(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """Tensor in a safetensors file, which is mapped into memory."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.read().dtype
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        copy_from(self.read(), region, target)
 
 
 def is_pickle(path: Path) -> bool:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddpforge.interfaces import CheckpointFormat, ForeignState
 from ddpforge.interfaces.regions import FlatRange, TensorShard
 from ddpforge.interop.foreign.foreign_state import (
-    ForeignState,
     Held,
     inside,
     listed,
@@ -34,6 +34,18 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _RECIPES = ("lr_scheduler", "data_sampler", "random_ltd")
 _UNSUPPORTED = ("autoep_layers", "ds_autoep_layers", "universal_checkpoint_info")
+
+
+class DeepSpeedZeRO(CheckpointFormat):
+    """Folder of DeepSpeed's `save_checkpoint`."""
+
+    def matches(self, path: Path) -> bool:
+        """See `is_native`."""
+        return is_native(path)
+
+    def read(self, path: Path, *, trust: bool) -> ForeignState:
+        """See `read`."""
+        return read(path, trust=trust)
 
 
 def is_native(folder: Path) -> bool:

@@ -55,7 +55,8 @@ def copies(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that batches arrive, from page-locked memory and over another stream if the kind has these."""
     import torch
 
-    from ddpforge.data.pytree import pinned, to_device
+    from ddpforge.api import to_device
+    from ddpforge.data.pytree import pinned
 
     kind, device = _on_machine(case)
     batch: Any = {"x": torch.arange(_ELEMENTS, dtype=torch.float32)}

@@ -9,13 +9,11 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+from ddpforge.api import CheckpointReader, RunFolder, contract_of, read_metrics, snapshot
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import VERSION
-from ddpforge.runs.folder import RunFolder, snapshot
-from ddpforge.runs.metrics import read_metrics
 from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
 from ddpforge.testing.multi_rank_runs import MultiRankRuns, drift_text, run_to_the_end, write_recipe
@@ -23,7 +21,6 @@ from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.tools.parity.compare import TOLERANCES, Record, compare, first_drift
-from ddpforge.training.contract import contract_of
 
 _STEPS, _MIDDLE = 12, 6
 _PROBE = "ddpforge_parity"

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpforge.api import SingleRank, digest, take
 from ddpforge.checkpoint.state import RankState, flatten
-from ddpforge.data.pytree import digest, select, take
+from ddpforge.data.pytree import select
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
-from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing.cases import Case
 from ddpforge.testing.doubles import in_threads
 from ddpforge.testing.multi_rank_runs import MultiRankRuns

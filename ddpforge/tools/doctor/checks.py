@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpforge.api import world_size
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError, StrategyError
 from ddpforge.interfaces.durations import Duration
 from ddpforge.local_world import local_world_size
 from ddpforge.recipe import load_recipe
-from ddpforge.runs.environment import world_size
 from ddpforge.tools.doctor import machine
 from ddpforge.tools.doctor.findings import Finding, error, merged, ok, warning
 
@@ -64,14 +64,15 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
 
 def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
     """Returns an upper bound for the bytes of a checkpoint; raises ForgeError if the recipe cannot work here."""
-    from ddpforge.app.build import build_without_ranks
+    from ddpforge.api import build_without_ranks
 
     return build_without_ranks(loaded, registry, ranks=world_size()).size.all * _COPIES * _BYTES
 
 
 def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Sequence[Finding]) -> list[Finding] | None:
+    from ddpforge.api import leave
     from ddpforge.components.registry import build
-    from ddpforge.ranks.join import join, leave
+    from ddpforge.ranks.join import join
     from ddpforge.tools.doctor import multi_rank
 
     train = loaded.recipe.train.model_copy(update={"collective_timeout": _JOINING})
@@ -98,7 +99,8 @@ def devices() -> Iterator[Finding]:
     """Reports the GPUs, or the reason why torch cannot use a GPU of this machine."""
     import torch
 
-    from ddpforge.ranks.devices import choose_device, detected_kind
+    from ddpforge.api import choose_device
+    from ddpforge.ranks.devices import detected_kind
 
     kind = detected_kind()
     if not kind.is_host and kind.type != "cuda":

@@ -10,21 +10,16 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge import preflight
-from ddpforge.app.choose import choose
+from ddpforge.api import Problems, RunFolder, check, choose, contract_of, read_metrics, snapshot
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, SetupError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
-from ddpforge.preflight import Problems
 from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
 from ddpforge.recipe.toml import toml_value
-from ddpforge.runs.folder import RunFolder, snapshot
-from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.tools.parity.specs import Spec, parse, split
-from ddpforge.training.contract import contract_of
 
 __all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
 
@@ -187,7 +182,7 @@ def parity(
 
 def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
     """Returns environment variables that make all runs use the CPU, if there are too few GPUs for one of them."""
-    from ddpforge.ranks.devices import accelerators
+    from ddpforge.api import accelerators
 
     gpus, most = accelerators(), max(run.spec.ranks for run in runs)
     if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
@@ -257,7 +252,7 @@ class _ComparedRun:
 
     def record(self) -> Record:
         """Reads the record of the finished run."""
-        from ddpforge.checkpoint.reader import CheckpointReader
+        from ddpforge.api import CheckpointReader
 
         checkpoint = CheckpointReader(retention.committed(self.folder.checkpoints)[0][0][0])
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
@@ -297,7 +292,7 @@ def _compared_run(
         loaded = load_recipe(recipe, sets=overrides, registry=registry)
         problems = Problems(loaded)
         chosen = choose(loaded, registry, problems, ranks=spec.ranks)
-        preflight.check(chosen, problems)
+        check("chosen", chosen, problems)
         problems.raise_if_any()
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpforge.runs.metrics import Row
-from ddpforge.runs.summary import thinned
+from ddpforge.api import Row, thinned
 
 __all__ = ["Chart", "Curve", "charts", "skipped"]
 

@@ -10,8 +10,8 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
+from ddpforge.api import RunSummary
 from ddpforge.interfaces.metric_direction import lower_is_better
-from ddpforge.runs.summary import RunSummary
 from ddpforge.tools.reports.charts import Chart, Curve
 from ddpforge.tools.reports.report import ReportedMedia, ReportedRun, RunReport
 

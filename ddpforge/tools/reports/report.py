@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge import __version__, disk
-from ddpforge.runs.changes import flattened
-from ddpforge.runs.checkpoints import CheckpointFolder
-from ddpforge.runs.checkpoints import CheckpointRow as Checkpoint
+from ddpforge.api import CheckpointFolder, Comparison, Row, RunFolder, RunSummary, flattened, read_metrics, summarize
+from ddpforge.api import CheckpointRow as Checkpoint
 from ddpforge.runs.checkpoints import rows as checkpoints_of
-from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.media import FOLDER, step_of
-from ddpforge.runs.metrics import Row, read_metrics
-from ddpforge.runs.summary import Comparison, RunSummary, compare, summarize
+from ddpforge.runs.summary import compare
 from ddpforge.tools.reports.charts import Chart, charts, skipped
 from ddpforge.tools.reports.table import RunTable, table
 

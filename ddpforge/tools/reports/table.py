@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpforge.api import Comparison, RunSummary, sorted_by
 from ddpforge.errors import UsageError
-from ddpforge.runs.summary import Comparison, RunSummary, notable, sorted_by
+from ddpforge.runs.summary import notable
 
 __all__ = ["RunTable", "table"]
 

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ddpforge.api import Dealt, restored_backend_flags
 from ddpforge.errors import StoppedBeforeStart, UsageError
 from ddpforge.ranks import process_exit
-from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.toml import toml_value
 from ddpforge.tools.script_comparison.record import (
@@ -37,7 +37,6 @@ from ddpforge.tools.script_comparison.record import (
     norms_of_changes,
 )
 from ddpforge.tools.trials.ephemeral_run import EphemeralRun, open_ephemeral
-from ddpforge.training.stages import Dealt
 
 __all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
 

@@ -23,9 +23,10 @@ from torch.distributed.tensor import _sharding_prop, debug
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ddpforge.api import SingleRank
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup, SingleRank
+from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup
 from ddpforge.tools.simulation.fake_ops import FakeOps
 from ddpforge.tools.simulation.zero import forget_groups, one_of_many
 

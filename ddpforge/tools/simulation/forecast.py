@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddpforge.app.build import build_without_ranks
+from ddpforge.api import Built, build_optimizer, build_without_ranks, contract_of, find_blocks
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
 from ddpforge.interfaces import Task
@@ -20,10 +20,6 @@ from ddpforge.tools.parity.specs import Spec
 from ddpforge.tools.simulation.devices import Device, Seconds
 from ddpforge.tools.simulation.fake import Post, fake_mode, fake_world, without_memory
 from ddpforge.tools.simulation.simulate import Simulated, simulate
-from ddpforge.training.blocks import find_blocks
-from ddpforge.training.contract import contract_of
-from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.stages import Built
 
 __all__ = ["Forecast", "allowance", "forecast"]
 

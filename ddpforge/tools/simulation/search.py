@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpforge.api import contract_of
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError
 from ddpforge.recipe import load_recipe
@@ -16,7 +17,6 @@ from ddpforge.tools.parity.specs import Spec
 from ddpforge.tools.simulation.devices import Device
 from ddpforge.tools.simulation.forecast import Forecast, forecast
 from ddpforge.tools.trials.batch_size import fitting, sizes
-from ddpforge.training.contract import contract_of
 
 __all__ = ["Choice", "Remedy", "best", "choices", "remedies"]
 

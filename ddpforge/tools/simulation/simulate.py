@@ -17,7 +17,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
-from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.api import (
+    Built,
+    MicroBatch,
+    RankShare,
+    build_optimizer,
+    find_blocks,
+    open_data,
+    tasks_by_update,
+)
 from ddpforge.data.collating import BatchKeys
 from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
 from ddpforge.ranks import heartbeat
@@ -28,18 +36,10 @@ from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.tools.simulation.devices import Work
 from ddpforge.tools.simulation.fake import Post, fake_batch, fake_mode, fake_world, without_memory
 from ddpforge.training import assemble
-from ddpforge.training.alternating_updates import (
-    AlternatingUpdates,
-    GlobalBatch,
-    TakesSteps,
-    tasks_by_update,
-)
-from ddpforge.training.blocks import find_blocks
+from ddpforge.training.alternating_updates import AlternatingUpdates, GlobalBatch, TakesSteps
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.memory_tracker import LOSS, LiveTensor, MemoryTracker
-from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper, update_of
 
 __all__ = ["Simulated", "simulate"]

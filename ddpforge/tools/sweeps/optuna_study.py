@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ddpforge.api import RunFolder, summarize
 from ddpforge.errors import SetupError, UsageError, pip_install
 from ddpforge.recipe.toml import toml_value
-from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.summary import summarize
 from ddpforge.tools.sweeps.pruning import PRUNED, STUDY, OptunaPruning, opened_trial, quiet, storage
 from ddpforge.tools.sweeps.space import SearchSpace, ValueRange, Variant
 from ddpforge.tools.sweeps.training import Trained

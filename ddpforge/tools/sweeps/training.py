@@ -13,14 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
+from ddpforge.api import RunFolder, RunSummary, snapshot, summarize
 from ddpforge.app.local_launch import check_world
 from ddpforge.errors import ExitCode, UsageError
 from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.launchers.signal_policy import received_signal
 from ddpforge.local_world import cores_per_rank
-from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.resume import is_finished
-from ddpforge.runs.summary import RunSummary, summarize
 from ddpforge.tools.sweeps.space import SearchSpace, Variant
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def devices(recipe: Recipe, *, jobs: int, nproc: int) -> list[str]:
     """
     if jobs == 1 or recipe.train.device == "cpu":
         return []
-    from ddpforge.ranks.devices import accelerators
+    from ddpforge.api import accelerators
 
     count = accelerators()
     if 0 < count < jobs * nproc:

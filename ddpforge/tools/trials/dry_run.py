@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ddpforge.data import Batches
+from ddpforge.api import Batches, Dealt, restored_backend_flags
 from ddpforge.errors import StoppedBeforeStart
 from ddpforge.interfaces import StepInfo, device_kind
 from ddpforge.machine import peak_memory
 from ddpforge.ranks import heartbeat, process_exit
-from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.tools.trials.ephemeral_run import EphemeralRun, FirstBatches, open_ephemeral
-from ddpforge.training.stages import Dealt
 
 __all__ = ["Measured", "dry_run"]
 

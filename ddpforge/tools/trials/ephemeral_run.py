@@ -10,28 +10,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpforge.app.build import build_alike, check_chosen
-from ddpforge.app.choose import choose
-from ddpforge.app.run import join, peers_of
-from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.api import (
+    Batches,
+    CheckpointReader,
+    Checkpoints,
+    Dealt,
+    MicroBatch,
+    Problems,
+    Trainer,
+    WriterGroup,
+    assemble,
+    build_alike,
+    check_chosen,
+    choose,
+    explain_determinism_error,
+    explain_oom,
+    join,
+    leave,
+    peers_of,
+    training_begins,
+    world_size,
+)
 from ddpforge.components.registry import Registry
-from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
 from ddpforge.launchers.slurm import export_slurm_env
-from ddpforge.preflight import Problems
-from ddpforge.ranks.backend_flags import explain_determinism_error
-from ddpforge.ranks.join import leave
-from ddpforge.ranks.signals import training_begins
-from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import load_recipe
-from ddpforge.runs.environment import world_size
-from ddpforge.training.assemble import assemble
 from ddpforge.training.checkpoint_saver import CheckpointSaver
-from ddpforge.training.loop import Trainer
-from ddpforge.training.oom import explain_oom
 from ddpforge.training.progress import Progress
-from ddpforge.training.stages import Dealt
 from ddpforge.watchdog.watchdog import raising_peer_failures
 
 __all__ = ["EphemeralRun", "FirstBatches", "RepeatedBatches", "open_ephemeral", "without_the_rest"]

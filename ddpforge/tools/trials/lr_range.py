@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpforge.api import restored_backend_flags
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import process_exit
-from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.tools.trials.ephemeral_run import open_ephemeral, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ddpforge.data import Batches
+from ddpforge.api import Batches, Dealt, restored_backend_flags
 from ddpforge.errors import Diverged, StoppedBeforeStart
 from ddpforge.ranks import process_exit
-from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.tools.trials.ephemeral_run import RepeatedBatches, open_ephemeral, without_the_rest
-from ddpforge.training.stages import Dealt
 
 __all__ = ["Overfitted", "overfit"]
 

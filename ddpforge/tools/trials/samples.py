@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge import preflight
-from ddpforge.app.build import build, deal
-from ddpforge.data import MicroBatch
+from ddpforge.api import Chosen, MicroBatch, Problems, SingleRank, build, check_built, deal
 from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
-from ddpforge.preflight import Problems
-from ddpforge.ranks.collectives import SingleRank
-from ddpforge.training.stages import Chosen
 
 __all__ = ["BatchImages", "BatchSummary", "Leaf", "SplitBatches", "describe", "first_batches", "pictures_of"]
 
@@ -85,7 +80,7 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     if split not in known:
         raise UsageError(f"the recipe has no [data.{split}]", hints=[f"it has {', '.join(known)}"])
     built = build(chosen, problems, with_model=False)
-    preflight.check_built(built, problems)
+    check_built(built, problems)
     problems.raise_if_any()
     dealt = deal(
         built, World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)

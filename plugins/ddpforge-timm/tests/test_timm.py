@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.named_state import tensors
 from ddpforge.testing.ranks import preload, run_ddpforge
+from ddpforge.training.initial_weights import load_initial
 from safetensors.torch import save_model
 from torch import nn
 

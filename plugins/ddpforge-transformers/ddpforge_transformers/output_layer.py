@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy, log_probabilities_in_chunks
-from ddpforge.builtin.tasks.forms import IGNORED, described
+from ddpforge.builtin.tasks.forms import IGNORED
 from ddpforge.errors import UsageError
+from ddpforge.interfaces.forms import described
 from torch import Tensor, nn
 
 __all__ = [

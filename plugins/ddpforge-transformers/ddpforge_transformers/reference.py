@@ -22,8 +22,8 @@ from ddpforge.app.build import build
 from ddpforge.app.choose import choose
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError, UsageError
-from ddpforge.preflight import Problems
 from ddpforge.recipe import load_recipe
+from ddpforge.training.problems import Problems
 from torch import nn
 
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData, reference_lines

@@ -9,9 +9,9 @@ import pytest
 import torch
 from ddpforge.builtin.models.lora import Adapters
 from ddpforge.errors import UsageError
-from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.named_state import tensors
+from ddpforge.training.initial_weights import load_initial
 from safetensors.torch import save_file
 from tiny import TINY
 from torch import nn

@@ -16,9 +16,10 @@ from ddpforge.builtin.datasets.coco import CocoDetection
 from ddpforge.builtin.metrics.torchmetrics import TorchMetric, adopted
 from ddpforge.builtin.tasks.detection import Detection
 from ddpforge.errors import PluginError, SetupError, UsageError
+from ddpforge.guard.sum_reduction import check_sum_reduction
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
 from ddpforge.testing.doubles import in_threads
-from ddpforge.training.task_checks import check_sum_reduction, checked_quantity
+from ddpforge.training.task_checks import checked_quantity
 
 NET = """
 import torch

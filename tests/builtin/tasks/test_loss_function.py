@@ -14,7 +14,7 @@ import ddpforge as package
 from ddpforge.builtin.tasks.loss_function import LossFunction, adopted
 from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
-from ddpforge.training.task_checks import check_sum_reduction
+from ddpforge.guard.sum_reduction import check_sum_reduction
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 BATCH = (INPUTS, torch.arange(8) % 3)

@@ -18,7 +18,8 @@ from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.tasks.model_loss import ModelLoss, samples_in
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.errors import RecipeError, UsageError
-from ddpforge.training.task_checks import check_sum_reduction, checked_loss
+from ddpforge.guard.sum_reduction import check_sum_reduction
+from ddpforge.training.task_checks import checked_loss
 
 IMAGES, CLASSES = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 

@@ -11,14 +11,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.components.errors import NotImported
+from ddpforge.components.local_code import component_name
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError, pip_install
 from ddpforge.interfaces import DeviceKind, Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
-from ddpforge.recipe.run_plan import RunPlan, plan_batch
+from ddpforge.recipe.run_plan import RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
-from ddpforge.training.alternating_updates import accepts_update, component_name, update_names
+from ddpforge.training.alternating_updates import accepts_update, update_names
 from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "CHECKS",
     "check_callbacks",
     "check_compile",
     "check_device",
@@ -43,7 +45,6 @@ __all__ = [
     "check_stream",
     "check_updates",
     "check_whole_batch",
-    "no_sampler_of_streams",
 ]
 
 Errors = Iterator[ForgeError]
@@ -500,19 +501,31 @@ def _are_streams(kind: type) -> bool:
     return issubclass(kind, IterableDataset)
 
 
-def no_sampler_of_streams(stream: type) -> UsageError:
-    """Returns the error for a [data.sampler] of data that is a stream."""
-    return UsageError(
-        f"{stream.__name__} is an iterable dataset and yields samples in its own order",
-        hints=["remove [data.sampler], or use a dataset with __len__ and __getitem__"],
-        key="data.sampler",
-    )
-
-
 def check_initial_weights(chosen: Chosen) -> None:
     """Raises UsageError if the run begins with initial weights that do not exist."""
     source = chosen.recipe.checkpoint.init_from
     if chosen.trains and source and not chosen.resumes:
-        from ddpforge.interop.initial import find_initial
+        from ddpforge.training.initial_weights import find_initial
 
         find_initial(source)
+
+
+CHECKS = (
+    ("optimizer", check_optimizer_options),
+    ("optimizer", check_optimizers),
+    ("task", check_updates),
+    ("task", check_metrics),
+    ("checkpoint.keep.monitor", check_metric_direction),
+    ("task", check_evaluation_loss),
+    ("task", check_whole_batch),
+    ("task", check_fused_loss),
+    ("train.max_tokens", check_max_tokens),
+    ("callbacks", check_callbacks),
+    ("train", check_device),
+    ("train.compile", check_compile),
+    ("train.fp8", check_float8),
+    ("strategy", check_strategy),
+    ("data.train", check_stream),
+    ("checkpoint.init_from", check_initial_weights),
+)
+"""The checks of `Chosen`, each with the recipe's key of its errors."""

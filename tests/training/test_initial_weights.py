@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint import conftest
 from checkpoint.doubles import Checkpoint, checkpoint_of, write
 from safetensors.torch import save_file
 from support.doubles import Plain
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import CanonicalState, Ranks, TensorShard
 from ddpforge.interfaces.regions import Box, FlatRange
-from ddpforge.interop.initial import find_initial, load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.runs.folder import RunFolder
 from ddpforge.strategies.named_state import restore, tensors
+from ddpforge.training.initial_weights import find_initial, load_initial
 
+_fast_disk, folder = conftest._fast_disk, conftest.folder
 INDEX = "model.safetensors.index.json"
 
 

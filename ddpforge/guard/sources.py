@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, fetch_some, seed_all
 from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.data.collating import collate_of
@@ -18,6 +17,7 @@ from ddpforge.data.shard_reader import ShardReader
 from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.interfaces import ShardedDataset
+from ddpforge.interfaces.forms import described
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
+from ddpforge.guard.sum_reduction import check_sum_reduction
 from ddpforge.interfaces import Task
-from ddpforge.training.task_checks import check_sum_reduction
 
 FOUR = torch.tensor([1.0, 2.0, 3.0, 6.0])
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ddpforge.components.local_code import component_name
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
+from ddpforge.guard.sources import check_names, check_sources
+from ddpforge.guard.static import kind_of
 from ddpforge.interfaces import EpochBatchSampler, Task
-from ddpforge.interop.initial import find_initial
-from ddpforge.preflight.static import kind_of
-from ddpforge.training.alternating_updates import batches_per_step, component_name
+from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of
 from ddpforge.training.float8 import check_float8
+from ddpforge.training.initial_weights import find_initial
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.stages import MISSING, Built
 from ddpforge.training.task_state import NAME, check_no_parameters, has_state
 
 __all__ = [
+    "CHECKS",
+    "FIT",
     "check_auxiliary",
     "check_batches",
     "check_blocks",
@@ -228,3 +232,22 @@ def check_optimizer(built: Built) -> None:
     recipe = built.recipe
     with recipe_faults():
         build_optimizer(built.registry, recipe.optimizer, built.model, list(built.updates), recipe.train.blocks)
+
+
+FIT = (("task", check_task),)
+"""The checks that must pass before samples are tried."""
+
+CHECKS = (
+    ("data.train", check_sources),
+    ("data", check_names),
+    ("data", check_batches),
+    ("task", check_auxiliary),
+    ("task", check_own_parameters),
+    ("strategy", check_strategy_data),
+    ("train.blocks", check_blocks),
+    ("train.fp8", check_layers),
+    ("train.device", check_float64),
+    ("model", check_master_dtype),
+    ("optimizer", check_parameter_groups),
+)
+"""The checks of `Built`, each with the recipe's key of its errors."""

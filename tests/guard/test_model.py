@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.preflight import CHECKS, function_of
+from ddpforge.guard.model import CHECKS
 from ddpforge.training.batchnorm import watch_batchnorm
 
 
@@ -70,8 +70,8 @@ def test_extra_state_that_is_not_a_tensor_is_refused() -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    for _, check in CHECKS["model"]:
-        function_of(check)(model)
+    for _, check in CHECKS:
+        check(model)
 
 
 class Tied(nn.Module):

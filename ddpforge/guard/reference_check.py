@@ -21,6 +21,7 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
+from ddpforge.guard.sum_reduction import compare_halves
 from ddpforge.interfaces import Contract, Pass, Replica, SupportsMultiPass, Task, TensorShard, World, device_kind
 from ddpforge.interfaces.regions import copy as copy_region
 from ddpforge.interfaces.regions import whole as all_of
@@ -30,10 +31,11 @@ from ddpforge.ranks.failures import is_symptom
 from ddpforge.strategies import named_state
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.training.batchnorm import unchanged
-from ddpforge.training.stages import Built
-from ddpforge.training.task_checks import SMALL
+from ddpforge.training.checks import FirstStepCheck
+from ddpforge.training.contract import SMALL, contract_of
+from ddpforge.training.stages import Built, Dealt
 
-__all__ = ["ReferenceCheck", "prepare_reference_check"]
+__all__ = ["CHECKS", "ReferenceCheck", "prepare_reference_check"]
 
 log = logging.getLogger("ddpforge")
 
@@ -61,6 +63,12 @@ _HINTS = {
         "method, and name the method as a step",
     ),
 }
+
+
+def compare_with_whole(dealt: Dealt, world: World) -> FirstStepCheck | None:
+    """Returns the check of the first step of a strategy that cuts forward passes; see `prepare_reference_check`."""
+    whole = prepare_reference_check(dealt, contract_of(dealt.strategy), world)
+    return None if whole is None else lambda replica, task, module, first: whole.compare(replica, world, first)
 
 
 def prepare_reference_check(parts: Built, contract: Contract, world: World) -> ReferenceCheck | None:
@@ -469,3 +477,7 @@ def _held(part: TensorShard) -> Tensor:
 def _sums_as(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of a real `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64
+
+
+CHECKS = (("", compare_with_whole), ("", compare_halves))
+"""The checks of the first step."""

@@ -164,7 +164,7 @@ def test_every_source_is_compared_with_the_model(parts: Callable[..., Staged], t
     built.stage.model.outputs = 3
     for name, source in built.stage.data["train"].items():
         source.classes = 3 if name == "one" else 7
-    from ddpforge import preflight
+    from ddpforge.training.checks import check_built
 
-    preflight.check_built(built.stage, built.problems)
+    check_built(built.stage, built.problems)
     assert "the data has 7 classes and the model 3 outputs" in " ".join(built.errors().values())

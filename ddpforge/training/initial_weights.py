@@ -8,20 +8,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.builtin.models.quantized import PACKED
+from ddpforge.checkpoint.formats import named_format, weights_format
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import MANIFEST
-from ddpforge.errors import CheckpointError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Ranks, Region, SavedTensor, TensorShard
-from ddpforge.interfaces.regions import FlatRange, copy, pieces
+from ddpforge.interfaces.regions import copy_from
+from ddpforge.interfaces.state import PACKED
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
@@ -30,7 +28,6 @@ __all__ = ["find_initial", "in_dtype", "load_initial"]
 
 log = logging.getLogger("ddpforge")
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # the file names of transformers
 _SHOWN = 8  # names at most in a list
 _KEY = "checkpoint.init_from"
 _BASE = ".base_layer"  # of a layer with adapters of peft
@@ -126,7 +123,7 @@ def _dtype(held: Tensor | TensorShard) -> torch.dtype:
 def find_initial(source: str, key: str = _KEY) -> Path:
     """Returns the file, folder or checkpoint that `source` names; raises UsageError if it does not exist."""
     path = Path(source).expanduser()
-    if path.is_file() or any((path / name).is_file() for name in (MANIFEST, _INDEX, _SINGLE)):
+    if path.is_file() or (path / MANIFEST).is_file() or (path.is_dir() and weights_format(path)):
         return path
     try:
         return choose(RunFolder.find(source))
@@ -136,51 +133,30 @@ def find_initial(source: str, key: str = _KEY) -> Path:
 
 def _open(path: Path) -> dict[str, SavedTensor]:
     if (path / MANIFEST).is_file():
-        reader = CheckpointReader(path)
-        return {**reader.state().model}
-    try:
-        if not (path / _INDEX).is_file():
-            return _of_file(path / _SINGLE if path.is_dir() else path)
-        files = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        if any(Path(name).name != name for name in files):
-            raise CheckpointError(f"{path / _INDEX} names files outside its folder")
-        return {name: tensor for file in sorted(files) for name, tensor in _of_file(path / file).items()}
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}",
-            hints=["`ddpforge ckpt import` converts checkpoints of other formats"],
-        ) from error
-
-
-def _of_file(path: Path) -> dict[str, SavedTensor]:
-    file: Any = safe_open(path, framework="pt")
-    return {name: _InFile(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return {**CheckpointReader(path).state().model}
+    opened = (weights_format(path) or named_format("safetensors")).open(path)
+    return {name: _InMemory(one) if isinstance(one, Tensor) else one for name, one in opened.items()}
 
 
 @dataclass(frozen=True)
-class _InFile:
-    """Tensor in a safetensors file, which is mapped into memory."""
+class _InMemory:
+    """Tensor that a format has read whole."""
 
-    file: Any
-    name: str
+    tensor: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
+        return tuple(self.tensor.shape)
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
-        return self.read().dtype
+        return self.tensor.dtype
 
     def read(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
+        return self.tensor
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        whole = self.read()
-        for simple, part in pieces(region, target):
-            held = part.view(-1) if isinstance(simple, FlatRange) else part
-            copy(self.shape, FlatRange(0, whole.numel()), whole.reshape(-1), simple, held)
+        copy_from(self.tensor, region, target)
 
 
 def _reject_unfit(

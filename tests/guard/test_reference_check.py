@@ -24,13 +24,13 @@ from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.builtin.tasks.moe_language_modeling import MoELanguageModeling
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
+from ddpforge.guard import reference_check
+from ddpforge.guard.reference_check import ReferenceCheck, prepare_reference_check
 from ddpforge.interfaces import AttentionContext, Contract, Strategy, Task, World
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.pipeline import Pipeline
-from ddpforge.training import assemble
 from ddpforge.training.contract import contract_of, count_parameters
-from ddpforge.training.reference_check import ReferenceCheck, prepare_reference_check
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "block_size": 16, "layers": 4, "heads": 4, "width": 32}
 GPT_PLAN = {
@@ -388,7 +388,7 @@ def test_loss_curves_are_bit_identical_with_and_without_the_comparison(
     """With dropout, ragged targets and accumulation."""
     text = {"model": "dropout = 0.2", "length": "3st"}
     compared = small_gpt.train(strategy, 2, **text)
-    monkeypatch.setattr(assemble, "prepare_reference_check", lambda *_: None)
+    monkeypatch.setattr(reference_check, "CHECKS", ())
     assert small_gpt.train(strategy, 2, **text)[0].column() == compared[0].column()
 
 
@@ -428,7 +428,7 @@ def test_models_that_cannot_be_held_by_one_rank_are_skipped_with_a_log_line(
     ):
         assert prepared(**parts) is None
         assert why in caplog.messages[-1]
-    monkeypatch.setattr("ddpforge.training.reference_check.SMALL", 100)
+    monkeypatch.setattr("ddpforge.guard.reference_check.SMALL", 100)
     assert prepared() is None
     assert "not compared with the whole model: its 280 parameters are too many for one rank" in caplog.messages[-1]
 

@@ -12,11 +12,9 @@ from support import SUPPORT
 from support.small_recipe import CALLBACKS, CODE, RECIPE, SETS, told
 from support.stages import Staged
 
-from ddpforge import preflight
 from ddpforge.builtin.models.mlp import MLP as _MLP
 from ddpforge.errors import ForgeError
-from ddpforge.preflight import samples
-from ddpforge.training.stages import Chosen
+from ddpforge.guard import samples, static
 
 
 def test_valid_parts_are_built_and_evaluated(parts: Callable[..., Staged]) -> None:
@@ -142,7 +140,7 @@ def test_a_library_model_with_a_wrong_shape_is_reported_before_training(
 ) -> None:
     """Holds for ranks with GPUs, too: the model fails before it is moved to one."""
     built = parts(model % 5, task)
-    monkeypatch.setattr("ddpforge.preflight.samples.device_type", lambda train: device)
+    monkeypatch.setattr("ddpforge.guard.samples.device_type", lambda train: device)
     (message,) = told(built).values()
     assert "a batch of [data.train] cannot be evaluated: " in message
     assert said in message
@@ -202,8 +200,7 @@ def test_errors_that_may_not_occur_in_training_are_not_reported(
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
     # The strategy would refuse some of these settings.
-    passing = [one for one in preflight.CHECKS[Chosen] if one[0] not in ("strategy", "train")]
-    monkeypatch.setitem(preflight.CHECKS, Chosen, passing)
+    monkeypatch.setattr(static, "CHECKS", [one for one in static.CHECKS if one[0] not in ("strategy", "train")])
     built = parts(OWN, *sets)
     assert told(built) == {}
     built.deal()

@@ -15,7 +15,15 @@ from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 from ddpforge.training.memory_format import extent, is_dense, repeats
 
-__all__ = ["check_compiled", "check_forms", "check_max_norm", "check_overlap", "check_savable", "check_uninitialised"]
+__all__ = [
+    "CHECKS",
+    "check_compiled",
+    "check_forms",
+    "check_max_norm",
+    "check_overlap",
+    "check_savable",
+    "check_uninitialised",
+]
 
 _Named = tuple[str, Tensor]
 
@@ -166,3 +174,14 @@ def check_savable(model: nn.Module) -> None:
                 f"`{name}` is {_dtype(value)}, but a checkpoint holds only {', '.join(DTYPES)}",
                 hints=["register_buffer(…, persistent=False), if the constructor can make it again"],
             )
+
+
+CHECKS = (
+    ("", check_compiled),
+    ("", check_uninitialised),
+    ("", check_max_norm),
+    ("", check_forms),
+    ("", check_overlap),
+    ("", check_savable),
+)
+"""The checks of the recipe's model and of auxiliary modules; the caller has the key."""

@@ -1,7 +1,6 @@
 """Settings that no strategy supports are refused at the key of the recipe."""
 
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,8 @@ from support.small_recipe import CALLBACKS, CODE, told
 from support.stages import Staged, chosen_with, staged
 
 from ddpforge.errors import RecipeError
+from ddpforge.guard.static import check_device, check_max_tokens
 from ddpforge.interfaces import Contract
-from ddpforge.preflight import CHECKS, function_of
-from ddpforge.preflight.static import check_device, check_max_tokens
 
 
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
@@ -201,10 +199,3 @@ def test_a_second_optimizer_is_refused_by_a_strategy_with_one_optimizer(parts: C
     found = told(parts(group, "strategy.use=deepspeed"))
     assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
     assert "optimizer.groups.g.lr" not in told(parts("optimizer.groups.g={parameters=['2d'], lr=0.5}"))
-
-
-def test_each_check_is_listed_once_and_has_one_parameter() -> None:
-    rows = [name for stage in CHECKS.values() for _, name in stage]
-    assert len({*rows}) == len(rows)
-    for name in rows:
-        assert len(signature(function_of(name)).parameters) == 1, name

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch, RankShare, open_data, to_device
 from ddpforge.data.collating import BatchKeys
@@ -24,20 +23,19 @@ from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.guard.sum_reduction import Halves, check_sum_reduction
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
-from ddpforge.preflight.problems import Problems
+from ddpforge.interfaces.forms import described
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
 from ddpforge.training.alternating_updates import UpdateTask, tasks_by_update, with_summed_loss
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
-from ddpforge.training.contract import count_parameters
+from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.evaluation import metric_prefix
+from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Dealt, key_of
 from ddpforge.training.task_checks import (
-    SMALL,
-    Halves,
-    check_sum_reduction,
     checked_loss,
     checked_metrics,
     explain,
@@ -46,7 +44,7 @@ from ddpforge.training.task_checks import (
 )
 from ddpforge.training.totals import add
 
-__all__ = ["FirstSamples", "check_each_dataset", "check_first_batch", "evaluate"]
+__all__ = ["CHECKS", "FirstSamples", "check_each_dataset", "check_first_batch", "evaluate"]
 
 log = logging.getLogger("ddpforge")
 
@@ -373,3 +371,6 @@ def _check_finished(found: Mapping[str, Total | SampleColumns], task: Task) -> N
 def _autocast(precision: str, device: str) -> Any:
     on_cpu = "cpu" if device == "meta" else device
     return torch.autocast(on_cpu, dtype=_DTYPES[precision]) if precision in _DTYPES else nullcontext()
+
+
+CHECKS = (("task", check_first_batch),)

@@ -13,8 +13,8 @@ from ddpforge.app.choose import choose
 from ddpforge.cli.check import _build, choose_and_check
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
-from ddpforge.preflight import Problems
 from ddpforge.recipe import load_recipe
+from ddpforge.training.problems import Problems
 
 CODE = """
 import numpy as np

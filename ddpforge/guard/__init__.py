@@ -1,0 +1,1 @@
+"""Checks of a run, which the kernel reaches by the entry-point group `ddpforge.check` alone; see `training.checks`."""
