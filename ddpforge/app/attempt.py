@@ -21,7 +21,6 @@ from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.exit_record import is_launched
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import explain_determinism_error
-from ddpforge.ranks.device_progress import DeviceProgress
 from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import FailureRecord, Failures, exit_code_of, phrase
 from ddpforge.ranks.join import leave
@@ -48,6 +47,7 @@ from ddpforge.training.oom import explain_oom, state_bytes
 from ddpforge.training.profiling import Profile
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
+from ddpforge.watchdog.device_progress import DeviceProgress
 from ddpforge.watchdog.status_board import described, here
 from ddpforge.watchdog.watchdog import NullWatchdog, Watchdog
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddpforge.errors import StrategyError
-from ddpforge.ranks.scheduling import policy_restored
+from ddpforge.launchers.scheduling import policy_restored
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection

@@ -25,13 +25,13 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_envi
 from ddpforge import compat
 from ddpforge.errors import ExitCode, PeerFailed, SetupError, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World, device_kind
+from ddpforge.launchers.network_interface import choose_interface
 from ddpforge.launchers.nodes import NODES, fixed_number
+from ddpforge.launchers.scheduling import set_batch_policy
 from ddpforge.machine import ephemeral_ports
 from ddpforge.ranks.backend_flags import set_backend_flags
 from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 from ddpforge.ranks.devices import DeviceCheck, choose_device, cpu_requested, device_type
-from ddpforge.ranks.network_interface import choose_interface
-from ddpforge.ranks.scheduling import set_batch_policy
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection

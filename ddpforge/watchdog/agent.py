@@ -22,8 +22,8 @@ if __name__ == "__main__":
 
 from ddpforge.errors import ExitCode
 from ddpforge.launchers.exit_record import is_launched, record_exit
+from ddpforge.launchers.scheduling import Contention
 from ddpforge.ranks.heartbeat import WORDS
-from ddpforge.ranks.scheduling import Contention
 from ddpforge.watchdog.monitor import Limits, Monitor
 from ddpforge.watchdog.process import Process
 from ddpforge.watchdog.status_board import StatusBoard, within

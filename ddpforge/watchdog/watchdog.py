@@ -22,11 +22,11 @@ from typing import Any, Self
 
 from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 from ddpforge.launchers.exit_record import record_watch
+from ddpforge.launchers.scheduling import runs_as_batch
 from ddpforge.launchers.store import ADDRESS
 from ddpforge.machine import STACKS, create_shared_file
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.failures import is_symptom, phrase
-from ddpforge.ranks.scheduling import runs_as_batch
 from ddpforge.watchdog import agent
 from ddpforge.watchdog.status_board import StatusBoard
 
