@@ -25,19 +25,21 @@ LAYERS = [
     {"app.api"},
     {"tools.script_comparison", "tools.simulation"},
     {"tools.reports", "tools.sweeps", "tools.trials"},
-    {"app.evaluate", "app.generation", "app.local_launch", "tools.doctor", "tools.parity"},
+    {"app.evaluate", "app.generation", "tools.doctor", "tools.parity"},
     {"app.run"},
     {"app.attempt", "app.node_consistency"},
     {"app.memory_check"},
     {"app.build"},
-    {"app", "tools", "watchdog"},
+    {"app", "tools"},
+    {"watchdog"},
+    {"launchers"},
     {"preflight"},
     {"training"},
     {"interop"},
     {"data", "runs", "strategies"},
     {"checkpoint"},
     {"ranks"},
-    {"launchers", "pytest_options", "recipe"},
+    {"pytest_options", "recipe"},
     {"components"},
     {"builtin"},
     {"interfaces"},
@@ -47,7 +49,6 @@ LAYERS = [
 ]
 # Modules without torch, so that commands that only read start quickly.
 LIGHT = {
-    "app.local_launch",
     "cli",
     "compat",
     "components",
@@ -64,9 +65,8 @@ LIGHT = {
     "tools.reports",
     "watchdog",
 }
-LIGHT |= {
-    f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
-}
+LIGHT |= {f"ranks.{name}" for name in ("environment", "failures", "heartbeat", "logs", "process_exit", "run_limits")}
+LIGHT |= {"ranks.signal_policy", "ranks.signals"}
 LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "stages")}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}

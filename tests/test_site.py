@@ -213,6 +213,7 @@ QUERIES = {
     "custom callback": "extend/callback",
     "custom metric": "extend/metric",
     "custom accelerator": "extend/device",
+    "mpirun": "extend/environment",
     "apple mps": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",

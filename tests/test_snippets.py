@@ -199,6 +199,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "why-toml": {"extends": Recipe()},
     "strategy": {"replicas": Recipe(ranks=2), "mini_tp": MINI_TP},
     "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+    "environment": {"my-cluster": PACKAGE},
     "device": {"my-npu": PACKAGE, 'device = "npu"': "needs an NPU: tests/app/test_device_plugin.py, on another device"},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
@@ -278,6 +279,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},
     "device": {"# npu.py": "tests/app/test_device_plugin.py"},
+    "environment": {"# openmpi.py": "tests/ranks/test_environment.py"},
     "predict": {"denoised": ""},
     "language-models": {"sft-merged": SMOLLM},
 }

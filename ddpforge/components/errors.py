@@ -24,6 +24,7 @@ __all__ = [
     "NotImported",
     "RefusedOptions",
     "UnknownComponent",
+    "innermost",
     "is_raised_outside",
     "located",
     "nearest",
@@ -306,3 +307,17 @@ def _formatted(error: BaseException, trace: TracebackType | None) -> str:
     import traceback
 
     return redact("".join(traceback.format_exception(type(error), error, trace)))
+
+
+def innermost(cause: BaseException, package: str) -> str | None:
+    """Returns "file:line" of the plugin's innermost line in the traceback; None if there is none."""
+    import traceback  # imported here to keep lists of plugins fast
+
+    if isinstance(cause, SyntaxError) and cause.filename:
+        return f"{cause.filename}:{cause.lineno}"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(cause.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return lines[-1] if lines else None

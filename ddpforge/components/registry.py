@@ -22,6 +22,7 @@ from ddpforge.components.errors import (
     NotImported,
     RefusedOptions,
     UnknownComponent,
+    innermost,
     on_purpose,
     where_raised,
 )
@@ -335,7 +336,7 @@ def _importing(
     try:
         yield
     except (Exception, SystemExit) as cause:  # a script without a main guard exits
-        where = _innermost(cause, (module_name(file) if file else location).partition(".")[0])
+        where = innermost(cause, (module_name(file) if file else location).partition(".")[0])
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if missing and "." in missing:
             missing = None  # the package is installed, in a version without this module
@@ -346,20 +347,6 @@ def _importing(
             missing=missing,
             hints=_ways_to_provide(missing, location, file, base) if missing else (),
         ) from cause
-
-
-def _innermost(cause: BaseException, package: str) -> str | None:
-    """Returns "file:line" of the plugin's innermost line in the traceback; None if there is none."""
-    import traceback  # imported here to keep lists of plugins fast
-
-    if isinstance(cause, SyntaxError) and cause.filename:
-        return f"{cause.filename}:{cause.lineno}"
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(cause.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
-    ]
-    return lines[-1] if lines else None
 
 
 _EXTRAS = {"torchmetrics": "metrics"}  # module to the extra of ddpforge that installs it

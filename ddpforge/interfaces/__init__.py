@@ -10,6 +10,7 @@ from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
 from ddpforge.interfaces.data import Data, ShardedDataset, class_names_of
 from ddpforge.interfaces.device import DeviceKind, active_kind, add_device_kind, device_kind, device_kinds, in_float64
 from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.environment import Environment, RankWatch, RunAttempt
 from ddpforge.interfaces.expert_dispatch import ExpertDispatch
 from ddpforge.interfaces.media import Histogram, LogMedia, MediaKind, Table
 from ddpforge.interfaces.metric import Metric, SampleColumns, Total
@@ -52,6 +53,7 @@ __all__ = [
     "Data",
     "DeviceKind",
     "Duration",
+    "Environment",
     "EpochBatchSampler",
     "ExpertDispatch",
     "FlatRange",
@@ -65,9 +67,11 @@ __all__ = [
     "Metric",
     "MultiPassOptimizer",
     "Pass",
+    "RankWatch",
     "Ranks",
     "Region",
     "Replica",
+    "RunAttempt",
     "RunContext",
     "SampleColumns",
     "SampleRNG",

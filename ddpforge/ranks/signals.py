@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddpforge.errors import StoppedBeforeStart
-from ddpforge.launchers.exit_record import is_launched
+from ddpforge.local_world import is_launched
 from ddpforge.ranks.signal_policy import handle_signals, handling_signals, is_second_request
 
 __all__ = ["StopRequests", "leave_stopping_to_the_rank", "stop_requested", "stopping_early"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddpforge.watchdog.status_board import RankStatus
+from ddpforge.ranks.heartbeat import RankStatus
 
 __all__ = ["Culprit", "find_culprit"]
 

@@ -167,8 +167,9 @@ def _start(
 def _start_launcher(
     arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
 ) -> dict[str, Any]:
-    from ddpforge.launchers.exit_record import VERDICT, ExitRecords
+    from ddpforge.launchers.exit_record import ExitRecords
     from ddpforge.launchers.torchrun import torchrun_command, variables_for
+    from ddpforge.local_world import VERDICT
 
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)

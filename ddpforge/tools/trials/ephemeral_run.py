@@ -18,9 +18,9 @@ from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
-from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.preflight import Problems
 from ddpforge.ranks.backend_flags import explain_determinism_error
+from ddpforge.ranks.environment import environment, raising_peer_failures
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.signals import training_begins
 from ddpforge.ranks.writers import WriterGroup
@@ -32,7 +32,6 @@ from ddpforge.training.loop import Trainer
 from ddpforge.training.oom import explain_oom
 from ddpforge.training.progress import Progress
 from ddpforge.training.stages import Dealt
-from ddpforge.watchdog.watchdog import raising_peer_failures
 
 __all__ = ["EphemeralRun", "FirstBatches", "RepeatedBatches", "open_ephemeral", "without_the_rest"]
 
@@ -62,7 +61,7 @@ def open_ephemeral(
 
     Raises ForgeError as a run does, OutOfMemory if memory is full.
     """
-    export_slurm_env()
+    environment().export_variables()
     registry = Registry.installed()
     loaded = load_recipe(source, sets=sets, registry=registry)
     problems = Problems(loaded)
