@@ -71,7 +71,7 @@ LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "data_names", "metric_direction", "stages")}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
-LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
+LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra",)}
 LIGHT.add("training.alternating_updates")
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 

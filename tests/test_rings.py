@@ -14,7 +14,7 @@ RINGS = {
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
     r"|memory_format|memory_tracker|profiling|source_losses|task_state|activation_checkpointing|blocks)"
     r"|data\.(sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
-    "product": r"cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed|comm_hooks)|app\.(api|evaluate|objects)"
+    "product": r"cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)|app\.(api|evaluate|objects)"
     r"|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
 }
@@ -67,8 +67,6 @@ LEFT = {
     ("data.fetching", "data.streams"),
     ("data.fetching", "data.token_limit"),
     ("strategies", "strategies.optimizer_probe"),
-    ("strategies.ddp", "strategies.comm_hooks"),
-    ("strategies.ddp_replica", "strategies.comm_hooks"),
     ("strategies.torch_replica", "strategies.optimizer_extra_state"),
     ("strategies.torch_replica", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.parameter_guard"),

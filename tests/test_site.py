@@ -214,7 +214,7 @@ QUERIES = {
     "custom metric": "extend/metric",
     "custom accelerator": "extend/device",
     "mpirun": "extend/environment",
-    "apple mps": "install",
+    "apple gpu": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",
     "GAN": "extend/research extend/loss",

@@ -14,7 +14,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import Diagnostic, PluginError, SourceSpan
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SOURCES, Layers, inside, kind_at, used_name
-from ddpforge.recipe.renamed import new_component, now_called, renamed_value
+from ddpforge.recipe.renamed import new_component, now_called, renamed_value, why_dropped
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
 from ddpforge.recipe.vocabulary import Vocabulary, choice_meant, duration_meant, foreign_use, precision_meant
@@ -91,6 +91,7 @@ class Explainer:
             near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
             near = [] if choice_meant(value) == "" else near
             near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
+            near = why_dropped(path, self._use(path[:-1]), value) or near
             near += ['set train.fp8 = "tensorwise", with precision = "bf16"'] if "fp8" in str(value).lower() else []
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
@@ -114,6 +115,9 @@ class Explainer:
             message, new, written = found
             self._meant.add(new)
             self.add(path, message, *written, *self._way_to_upgrade(path), on_key=True)
+            return
+        if hints := why_dropped(path, self._use(path[:-1])):
+            self.add(path, f"unknown key `{dotted(path[-1:])}` {self._in(path[:-1])}", *hints, on_key=True)
             return
         section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
@@ -224,8 +228,12 @@ class Explainer:
             return "at the top of the recipe"
         if isinstance(table[-1], int):
             return f"in `{dotted(table)}`"
-        use = used_name(table, inside(self.layers.tables, table)) if self._kind_at(table) else None
+        use = self._use(table)
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
+
+    def _use(self, table: KeyPath) -> Value:
+        """Returns the `use` of the component with this table; None if it is no component's."""
+        return used_name(table, inside(self.layers.tables, table)) if table and self._kind_at(table) else None
 
     def _kind_at(self, path: KeyPath) -> str | None:
         return kind_at(path, self.layers.tables)

@@ -712,17 +712,12 @@ ELSEWHERE: dict[tuple[str, str], dict[str, str]] = {
             DDP + "the_options_are_passed_to_the_wrapped_model",
         ),
         "compression": DDP + "gradients_are_reduced_in_the_dtype_of_the_contract",
-        **dict.fromkeys(
-            ("powersgd_rank", "powersgd_start"),
-            "strategies/test_comm_hooks.py::test_compression_starts_at_its_step_and_stores_the_error",
-        ),
     },
     ("strategy", "deepspeed"): {
         "stage": ZERO + "the_contract_depends_on_the_stage",
         **dict.fromkeys(
             ("offload_optimizer", "offload_parameters", "extra"), ZERO + "the_configuration_follows_from_the_recipe"
         ),
-        "nvme_path": ZERO + "nvme_offloading_sets_a_folder",
     },
     ("strategy", "fsdp"): {
         "replicas": SHARDED + "replicas_average_over_all_ranks_and_count_each_element_once",
