@@ -21,7 +21,6 @@ from torch import nn
 from ddpforge import preflight
 from ddpforge.app.choose import choose
 from ddpforge.app.class_names import numbered_alike, with_class_names
-from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import BuildFailed, where_raised
 from ddpforge.components.registry import NamedComponent, Registry
@@ -29,6 +28,7 @@ from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data, seed_all
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
+from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.data.streams import is_stream

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
 from ddpforge.data.collating import BatchKeys, collate_of
+from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream

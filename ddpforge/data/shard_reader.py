@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpforge import compat
-from ddpforge.builtin.samplers.mixture import MixtureSampler
-from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
+from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
 from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import ShardedDataset, mix
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream"]
 

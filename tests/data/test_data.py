@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge.builtin.samplers import plain
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.fetching import fetch_some
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import BatchSampler
+from ddpforge.interfaces.permutation import permute
 
 
 class Numbers:

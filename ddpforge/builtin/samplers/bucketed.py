@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.samplers.columns import numbers
-from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.interfaces import EpochBatchSampler, mix
+from ddpforge.interfaces.columns import numbers
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["Bucketed"]
 

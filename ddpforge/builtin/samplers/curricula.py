@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.samplers.columns import numbers
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import BatchSampler, Duration, EpochBatchSampler, Horizon, mix
+from ddpforge.interfaces.columns import numbers
+from ddpforge.interfaces.permutation import permute
 
 __all__ = ["Curriculum", "Growing"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.interfaces import EpochBatchSampler
+from ddpforge.interfaces.permutation import permute
 
 __all__ = ["Sequential", "Shuffled"]
 

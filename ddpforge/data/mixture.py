@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.interfaces import EpochBatchSampler, mix
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["LONGEST_CYCLE", "MixtureSampler", "Shares", "cycle_of", "spread", "tempered"]
 

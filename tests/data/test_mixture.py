@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.mixture import (
+from ddpforge.data.mixture import (
     LONGEST_CYCLE,
     MixtureSampler,
     Shares,
