@@ -16,10 +16,11 @@ Exceptions have a message and `hints`, each a way to mend the problem. The comma
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum
+from types import ModuleType
 from typing import Any
 
 
@@ -226,3 +227,49 @@ class PeerFailed(ForgeError):
     ) -> None:
         super().__init__(message, hints=hints)
         self.exit_code, self.launcher_prints = exit_code, launcher_prints
+
+
+# ---------------------------------------------------------------------------------------------- optional libraries
+def library(name: str, extra: str) -> ModuleType:
+    """Imports an optional library; raises SetupError with the extra of ddpforge that installs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise SetupError(f"{error.name} is not installed", hints=[pip_install(extra)]) from error
+
+
+def require(module: str, extra: str) -> None:
+    """Raises PluginError if a library is not installed; does not import it."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise PluginError(f"{module} is not installed", hints=[pip_install(extra)])
+
+
+# ---------------------------------------------------------------------------------------------- values in messages
+_MOST = 6  # parts of a batch that are described
+
+
+def described(value: Any) -> str:
+    """Describes a batch, outputs or a loss for error messages: dtype and shape of tensors, type of other values."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{name} {described(part)}" for name, part in list(value.items())[:_MOST]]
+        return f"a dict with {', '.join(parts)}{' …' * (len(value) > _MOST)}" if parts else "an empty dict"
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(part, str) for part in value):
+            return f"a {type(value).__name__} of {len(value)} text{'s' * (len(value) > 1)}"
+        if len(value) > _MOST:
+            return f"a {type(value).__name__} of {len(value)}, the first {described(value[0])}"
+        return f"a {type(value).__name__} ({', '.join(map(described, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"a {type(value).__name__} with {', '.join(field.name for field in fields(value))}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

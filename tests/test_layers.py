@@ -204,6 +204,27 @@ def test_circles_of_any_length_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
 
 
+# Imports of built-in components by other modules, with their reasons. All others reach them by entry points.
+OF_BUILTIN = {
+    ("app.objects", "builtin.tasks.loss_function"): "a loss object of torch becomes a task",
+    ("interop.adapters", "builtin.models.quantized"): "the form of quantized weights in files",
+    ("interop.initial", "builtin.models.quantized"): "the form of quantized weights in files",
+    ("testing.fixtures", "builtin.tasks.classification"): "the task of the kit, if an author names none",
+    ("training.frozen_dtype", "builtin.models.frozen_layers"): "forward passes of frozen layers in a low precision",
+}
+
+
+def test_built_in_components_are_a_leaf_that_the_package_reaches_by_entry_points() -> None:
+    """Includes imports in functions and for type checkers."""
+    found = {
+        (module.removeprefix("ddpforge."), imported.removeprefix("ddpforge."))
+        for module, its in graph().items()
+        for imported in its
+        if room_of(imported) == "builtin" and room_of(module) != "builtin"
+    }
+    assert found == OF_BUILTIN.keys()
+
+
 def test_built_in_components_import_only_the_interfaces() -> None:
     """Built-in components follow the rules of plugins: they need only the interfaces, and `disk` for cache files."""
     ours = {imported for module, imported in edges() if package_of(module) == "ddpforge.builtin"}
@@ -230,6 +251,7 @@ def test_light_modules_do_not_import_torch() -> None:
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
     light -= {f"ddpforge.preflight.{name}" for name in ("fit", "model", "samples", "sources")}  # they check built parts
+    light -= {f"ddpforge.interfaces.{name}" for name in ("columns", "permutation")}  # samplers import them
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}

@@ -13,7 +13,7 @@ RINGS = {
     r"|app\.(node_consistency|memory_check|class_names)",
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
     r"|memory_format|memory_tracker|profiling|source_losses|task_state|activation_checkpointing|blocks)"
-    r"|data\.(sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
+    r"|data\.(mixture|sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
     "product": r"cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)|app\.(api|evaluate|objects)"
     r"|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
@@ -34,8 +34,6 @@ LEFT = {
     ("app.attempt", "training.oom"),
     ("app.attempt", "training.profiling"),
     ("app.build", "app.class_names"),
-    ("app.build", "builtin.samplers.mixture"),
-    ("app.build", "builtin.samplers.plain"),
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
@@ -60,8 +58,6 @@ LEFT = {
     ("app.run", "preflight"),
     ("app.run", "runs.mirror"),
     ("data.batch_assignment", "data.token_limit"),
-    ("data.fetching", "builtin.samplers.mixture"),
-    ("data.fetching", "builtin.samplers.plain"),
     ("data.fetching", "data.shard_reader"),
     ("data.fetching", "data.sources"),
     ("data.fetching", "data.streams"),
@@ -103,7 +99,6 @@ LEFT = {
     ("training.loop", "training.task_state"),
     ("training.optimizers", "strategies.optimizer_probe"),
     ("training.optimizers", "training.blocks"),
-    ("training.prediction", "builtin.tasks.forms"),
     ("training.prediction", "training.alternating_updates"),
     ("training.restoring", "interop.export"),
     ("training.restoring", "interop.initial"),

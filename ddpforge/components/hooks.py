@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -13,9 +14,42 @@ from ddpforge.components.installed import normalised
 from ddpforge.errors import PluginError
 from ddpforge.secret_redaction import redact
 
-__all__ = ["hooks"]
+__all__ = ["Hook", "found", "hooks"]
 
 _DISABLED = "DDPFORGE_DISABLE_PLUGINS"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Entry point of a distribution; its code is imported by `load`."""
+
+    name: str
+    distribution: str
+    point: metadata.EntryPoint
+
+    @property
+    def is_own(self) -> bool:
+        """True if the code is ddpforge's own."""
+        return self.point.value.startswith("ddpforge.")
+
+    def load(self) -> Any:
+        """Imports and returns the object. Raises PluginError with the name of the distribution if that fails."""
+        try:
+            return self.point.load()
+        except (Exception, SystemExit) as error:
+            where = innermost(error, self.point.module.partition(".")[0])
+            why = redact(f"{type(error).__name__}: {error}") + (f" ({where})" if where else "")
+            raise self.error(f"cannot be loaded: {why}") from error
+
+    def error(self, problem: str) -> PluginError:
+        """Returns an error about this entry point, with ways to do without it."""
+        return PluginError(
+            f"`{self.name}` of {self.distribution} ({self.point.group}) {problem}",
+            hints=[
+                f"update or uninstall {self.distribution}",
+                f"or leave it out: {_DISABLED}={self.distribution}",
+            ],
+        )
 
 
 def hooks(group: str) -> tuple[Any, ...]:
@@ -23,31 +57,25 @@ def hooks(group: str) -> tuple[Any, ...]:
 
     Leaves out the distributions in DDPFORGE_DISABLE_PLUGINS. Raises PluginError if one cannot be imported.
     """
-    return _loaded(f"ddpforge.{group}", tuple(sys.path), os.environ.get(_DISABLED, ""))
+    return tuple(one.load() for one in found(group))
+
+
+def found(group: str) -> tuple[Hook, ...]:
+    """Returns the entry points of a group as `hooks` does, without importing their code."""
+    return _found(f"ddpforge.{group}", tuple(sys.path), os.environ.get(_DISABLED, ""))
 
 
 @cache
-def _loaded(group: str, path: tuple[str, ...], disabled: str) -> tuple[Any, ...]:
+def _found(group: str, path: tuple[str, ...], disabled: str) -> tuple[Hook, ...]:
     left_out = {normalised(name) for name in disabled.split(",")}
-    found: dict[tuple[bool, str, str], metadata.EntryPoint] = {}
+    points: dict[tuple[bool, str, str], Hook] = {}
     for distribution in metadata.distributions(path=list(path)):
         if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
             continue  # the metadata of a hundred distributions is not parsed
         name = normalised(distribution.metadata["Name"])
         if name not in left_out:
             for point in distribution.entry_points.select(group=group):
+                hook = Hook(point.name, name, point)
                 # Python imports the first distribution of a name on the path: later ones are ignored.
-                found.setdefault((not point.value.startswith("ddpforge."), name, point.name), point)
-    return tuple(_load(found[key], key[1]) for key in sorted(found))
-
-
-def _load(point: metadata.EntryPoint, distribution: str) -> Any:
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:
-        where = innermost(error, point.module.partition(".")[0])
-        raise PluginError(
-            f"`{point.name}` of {distribution} ({point.group}) cannot be loaded: "
-            f"{redact(f'{type(error).__name__}: {error}')}{f' ({where})' if where else ''}",
-            hints=[f"update or uninstall {distribution}", f"or leave it out: {_DISABLED}={distribution}"],
-        ) from error
+                points.setdefault((not hook.is_own, name, point.name), hook)
+    return tuple(points[key] for key in sorted(points))

@@ -26,7 +26,7 @@ from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
 from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import ShardedDataset, mix
+from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
 from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream"]
@@ -245,9 +245,10 @@ class ShardedStream(IterableDataset[MicroBatch]):
         terms: AssignmentTerms,
         start: int,
         stop_after_epoch: bool,
-        order: MixtureSampler | None = None,
+        order: BatchSampler | None = None,
     ) -> None:
-        self.data, self.terms, self.order = data, terms, order
+        self.data, self.terms = data, terms
+        self.order = order if isinstance(order, MixtureSampler) else None
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = collate_of(data, terms.keys)
         self.random: bool = getattr(data, "random", True)

@@ -18,7 +18,7 @@ from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.interfaces.optimizer import MultiPassOptimizer, Schedule
 from ddpforge.interfaces.regions import Box, BoxList, FlatRange, Region, TensorShard
 from ddpforge.interfaces.sample_rng import SampleRNG
-from ddpforge.interfaces.sampler import BatchSampler, EpochBatchSampler
+from ddpforge.interfaces.sampler import BatchSampler, EpochBatchSampler, Sequential, Shuffled, SourceSampler
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.state import CanonicalState, FullWeights, SavedTensor, ShardedWeights, Weights, read_all
 from ddpforge.interfaces.strategy import (
@@ -78,10 +78,13 @@ __all__ = [
     "SamplesOfSource",
     "SavedTensor",
     "Schedule",
+    "Sequential",
     "Sharded",
     "ShardedDataset",
     "ShardedWeights",
+    "Shuffled",
     "Simulation",
+    "SourceSampler",
     "StepInfo",
     "Strategy",
     "SupportsMultiPass",

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch, RankShare, open_data, to_device
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import by_name
-from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError, described
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.preflight.problems import Problems
 from ddpforge.ranks.collectives import SingleRank

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, fetch_some, seed_all
 from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.data.collating import collate_of
@@ -16,7 +15,7 @@ from ddpforge.data.pytree import digest
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.shard_reader import ShardReader
 from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
-from ddpforge.errors import ForgeError, UsageError
+from ddpforge.errors import ForgeError, UsageError, described
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built

@@ -17,7 +17,15 @@ from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SOURCES, Layers, inside, k
 from ddpforge.recipe.renamed import new_component, now_called, renamed_value, why_dropped
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
-from ddpforge.recipe.vocabulary import Vocabulary, choice_meant, duration_meant, foreign_use, precision_meant
+from ddpforge.recipe.vocabulary import (
+    Vocabulary,
+    choice_meant,
+    duration_meant,
+    foreign_use,
+    hints_of_words,
+    instead_of_never,
+    precision_meant,
+)
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -92,7 +100,7 @@ class Explainer:
             near = [] if choice_meant(value) == "" else near
             near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
             near = why_dropped(path, self._use(path[:-1]), value) or near
-            near += ['set train.fp8 = "tensorwise", with precision = "bf16"'] if "fp8" in str(value).lower() else []
+            near += hints_of_words(value)
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
@@ -106,7 +114,7 @@ class Explainer:
             hints = [*self._share(path, value), self._unit(path, value)] if needs_unit else []
             if is_duration and (meant := duration_meant(value)):
                 hints.append(f'write {dotted(path[-1:])} = "{meant}"')
-            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *_instead_of_never(path, value))
+            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *instead_of_never(path, value))
 
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
@@ -170,7 +178,7 @@ class Explainer:
         if self.vocabulary.takes_duration(path):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             hints = [*self._share(path, value), self._unit(path, value)] if number and value else []
-            hints += _instead_of_never(path, value)
+            hints += instead_of_never(path, value)
             self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
             return
         name = f"[{dotted(path)}]" if expected == ["a table"] else f"`{dotted(path)}`"
@@ -250,18 +258,6 @@ class Explainer:
 def _own_name(path: KeyPath) -> str | None:
     """Returns the component that a table without `use` implies."""
     return str(path[-1]) if path[0] in NAMED_SLOTS else None
-
-
-_NEVER = {
-    ("train", "eval_every"): "to train without evaluations, remove [data.eval]",
-    ("checkpoint", "every"): "saving cannot be turned off; keep = { last = 1 } in [checkpoint] keeps one checkpoint",
-    ("track", "every"): 'metrics are always written; every = "1000st" writes few rows',
-}
-
-
-def _instead_of_never(path: KeyPath, value: object) -> list[str]:
-    off = value is False or str(value).lower() in ("never", "none", "no", "off", "false", "0", "")
-    return [_NEVER[path]] if off and path in _NEVER else []
 
 
 def _choice_meant(value: object, choices: list[str]) -> str | None:

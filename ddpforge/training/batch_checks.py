@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import described
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, described
 
 __all__ = ["nonfinite_values", "raise_if_batch_explains"]
 

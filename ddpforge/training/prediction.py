@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import Batches, MicroBatch
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import PluginError, UsageError, described
 from ddpforge.interfaces import Pass, ShardedDataset, Task, World
 from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.evaluation import Evaluator

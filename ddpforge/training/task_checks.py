@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.errors import where_raised
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
-from ddpforge.errors import ForgeError, PluginError, UsageError, says_memory_is_full
+from ddpforge.errors import ForgeError, PluginError, UsageError, described, says_memory_is_full
 from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.consensus import EvaluationInterrupted
@@ -329,3 +328,10 @@ def _loss(model: nn.Module, task: Task, batch: Any, samples: int, *, seed: int =
 
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-3 * max(abs(one), abs(other))
+
+
+def holds_text(batch: Any) -> bool:
+    """True if a batch contains text."""
+    if isinstance(batch, Mapping):
+        return any(holds_text(part) for part in batch.values())
+    return isinstance(batch, str) or (isinstance(batch, list | tuple) and any(map(holds_text, batch)))

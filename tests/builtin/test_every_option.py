@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.metrics.regression import MeanAbsoluteError
 from ddpforge.builtin.models.mlp import MLP
-from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.components.registry import Registry
 from ddpforge.data.rng import seed_all
-from ddpforge.interfaces import Duration, Horizon
+from ddpforge.interfaces import Duration, Horizon, Sequential
 from ddpforge.ranks.collectives import SingleRank
 
 REGISTRY = Registry.installed()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from pydantic import Field
 
-from ddpforge.errors import UsageError, says_memory_is_full
+from ddpforge.errors import UsageError, described, says_memory_is_full
 from ddpforge.interfaces import Metric, class_names_of
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ __all__ = [
     "beside_targets",
     "by_name",
     "cross_entropy",
-    "described",
-    "holds_text",
     "number_of_classes",
     "one_tensor",
     "pair",
@@ -52,7 +49,6 @@ ZLoss = Annotated[
 Metrics = Annotated[Sequence[Metric], Field(description="Metrics to report in addition to the loss.")]
 
 _LARGE = 2**24  # logits. Autograd would keep them three times in float32 at its peak: 192 MiB.
-_MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
 
 
@@ -211,31 +207,3 @@ def reject_no_class(classes: Tensor, task: str) -> None:
             f"task {task}: a sample has the class {least}, but classes start at 0",
             hints=[f"set task.ignore_index = {least}: these samples then count neither in the loss nor in metrics"],
         )
-
-
-def holds_text(batch: Any) -> bool:
-    """True if a batch contains text."""
-    if isinstance(batch, Mapping):
-        return any(holds_text(part) for part in batch.values())
-    return isinstance(batch, str) or (isinstance(batch, list | tuple) and any(map(holds_text, batch)))
-
-
-def described(value: Any) -> str:
-    """Describes a batch, outputs or a loss for error messages: dtype and shape of tensors, type of other values."""
-    from torch import Tensor
-
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, Mapping):
-        parts = [f"{name} {described(part)}" for name, part in list(value.items())[:_MOST]]
-        return f"a dict with {', '.join(parts)}{' …' * (len(value) > _MOST)}" if parts else "an empty dict"
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(part, str) for part in value):
-            return f"a {type(value).__name__} of {len(value)} text{'s' * (len(value) > 1)}"
-        if len(value) > _MOST:
-            return f"a {type(value).__name__} of {len(value)}, the first {described(value[0])}"
-        return f"a {type(value).__name__} ({', '.join(map(described, value))})"
-    if is_dataclass(value) and not isinstance(value, type):
-        return f"a {type(value).__name__} with {', '.join(field.name for field in fields(value))}"
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, described, pair, parts_of
-from ddpforge.errors import UsageError
+from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, pair, parts_of
+from ddpforge.errors import UsageError, described
 from ddpforge.interfaces import SampleColumns, Task, Total
 
 if TYPE_CHECKING:

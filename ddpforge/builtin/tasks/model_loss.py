@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, by_name, described
-from ddpforge.errors import UsageError
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, by_name
+from ddpforge.errors import UsageError, described
 from ddpforge.interfaces import SampleColumns, Task, Total
 
 if TYPE_CHECKING:

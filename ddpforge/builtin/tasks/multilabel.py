@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import beside_targets, by_name, described, one_tensor, pair, parts_of
-from ddpforge.errors import UsageError
+from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
+from ddpforge.errors import UsageError, described
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 
 if TYPE_CHECKING:

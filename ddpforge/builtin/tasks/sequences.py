@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.builtin.tasks.forms import described, one_tensor
-from ddpforge.errors import UsageError
+from ddpforge.builtin.tasks.forms import one_tensor
+from ddpforge.errors import UsageError, described
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ddpforge.builtin.samplers.plain import Shuffled
-from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.pytree import digest, leaves, may_hold
 from ddpforge.data.streams import is_stream
-from ddpforge.interfaces import ShardedDataset
+from ddpforge.errors import described
+from ddpforge.interfaces import ShardedDataset, Shuffled
 from ddpforge.testing.cases import Case
 from ddpforge.testing.multi_rank_runs import MultiRankRuns
 from ddpforge.testing.registered_checks import check

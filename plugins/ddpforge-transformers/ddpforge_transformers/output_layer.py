@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy, log_probabilities_in_chunks
-from ddpforge.builtin.tasks.forms import IGNORED, described
-from ddpforge.errors import UsageError
+from ddpforge.builtin.tasks.forms import IGNORED
+from ddpforge.errors import UsageError, described
 from torch import Tensor, nn
 
 __all__ = [

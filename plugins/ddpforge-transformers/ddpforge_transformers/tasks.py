@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, ZLoss, cross_entropy, described
+from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, ZLoss, cross_entropy
 from ddpforge.builtin.tasks.language_modeling import of_sequences
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, described
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from pydantic import Field
 from torch import Tensor, nn

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, described
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics
 from ddpforge.builtin.tasks.model_loss import ModelLoss
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, described
 from ddpforge.interfaces import SampleColumns, Total, World
 from pydantic import Field
 from torch import Tensor, nn
