@@ -49,8 +49,8 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.interfaces import CanonicalState, FlatRange, Ranks, read_all
+from ddpforge.launchers.scheduling import set_batch_policy
 from ddpforge.ranks.collectives import ProcessGroup, SingleRank
-from ddpforge.ranks.scheduling import set_batch_policy
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 

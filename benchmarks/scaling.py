@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.checkpoint.writer import Writer, write
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, RankShare
-from ddpforge.interfaces import CanonicalState
+from ddpforge.interfaces import CanonicalState, Shuffled
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.bundled import bundled

@@ -16,7 +16,9 @@ import timeit
 from pathlib import Path
 
 import psutil
+import torch
 
+from ddpforge.interfaces import RunAttempt
 from ddpforge.ranks import heartbeat
 from ddpforge.watchdog.watchdog import Watchdog
 
@@ -36,7 +38,17 @@ def nanoseconds(statement: str) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "logs").mkdir()
-        with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", hang_timeout=600.0, compiles=False):
+        attempt = RunAttempt(
+            folder=Path(name),
+            token="bench",
+            rank=0,
+            size=2,
+            device=torch.device("cpu"),
+            strategy="ddp",
+            hang_timeout=600.0,
+            compiles=False,
+        )
+        with Watchdog(attempt):
             mark, call = nanoseconds("heartbeat.beat(heartbeat.FORWARD)"), nanoseconds("nothing(heartbeat.FORWARD)")
             print(f"heartbeat: {mark:.0f} ns (an empty call: {call:.0f} ns)")
             print(f"{MARKS} heartbeats per step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")

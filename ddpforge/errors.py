@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from types import ModuleType
 from typing import Any
 
 
@@ -226,3 +227,24 @@ class PeerFailed(ForgeError):
     ) -> None:
         super().__init__(message, hints=hints)
         self.exit_code, self.launcher_prints = exit_code, launcher_prints
+
+
+# ---------------------------------------------------------------------------------------------- optional libraries
+def library(name: str, extra: str) -> ModuleType:
+    """Imports an optional library; raises SetupError with the extra of ddpforge that installs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise SetupError(f"{error.name} is not installed", hints=[pip_install(extra)]) from error
+
+
+def require(module: str, extra: str) -> None:
+    """Raises PluginError if a library is not installed; does not import it."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise PluginError(f"{module} is not installed", hints=[pip_install(extra)])

@@ -6,7 +6,10 @@ from collections.abc import Mapping, MutableMapping
 from ddpforge.errors import SetupError
 from ddpforge.machine import usable_cores
 
-__all__ = ["check_launcher_env", "cores_per_rank", "local_world_size", "threads", "use_launcher_env"]
+__all__ = ["VERDICT", "check_launcher_env", "cores_per_rank", "is_launched", "local_world_size", "threads"]
+__all__ += ["use_launcher_env"]
+
+VERDICT = "DDPFORGE_VERDICT"  # the environment variable with the path of the file to which ranks report their ends
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by each of several ranks
@@ -64,6 +67,11 @@ def use_launcher_env(environ: MutableMapping[str, str] = os.environ) -> None:
             del environ["OMP_NUM_THREADS"]
         else:
             environ["OMP_NUM_THREADS"] = str(number)
+
+
+def is_launched() -> bool:
+    """True in a rank of `ddpforge launch`, which reports failures that ranks cannot."""
+    return VERDICT in os.environ
 
 
 def local_world_size() -> int:

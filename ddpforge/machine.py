@@ -1,7 +1,7 @@
 """Services of the operating system that differ between systems: Linux's own calls, each with a portable way.
 
-Every call that only Linux has is in this module, and in `ranks.scheduling`. Imports only the standard library, because
-the watchdog's process does; other systems need psutil, which is imported when it is called.
+Every call that only Linux has is in this module, and in `launchers.scheduling`. Imports only the standard library,
+because the watchdog's process does; other systems need psutil, which is imported when it is called.
 """
 
 from __future__ import annotations

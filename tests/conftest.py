@@ -20,8 +20,8 @@ with gc_paused():
     from support.launched import Ranks, Zygote
     from support.slurm import PROGRAMS, Slurm, new_slurm
 
+    from ddpforge.launchers.scheduling import policy_restored
     from ddpforge.ranks import process_exit
-    from ddpforge.ranks.scheduling import policy_restored
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

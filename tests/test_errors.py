@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 import ddpforge
-from ddpforge.errors import ForgeError, RecipeError, SourceSpan, UsageError
+from ddpforge.errors import ForgeError, PluginError, RecipeError, SetupError, SourceSpan, UsageError, library, require
 
 
 def test_hints_are_printed_below_an_exception() -> None:
@@ -47,3 +47,13 @@ def test_every_problem_of_a_recipe_has_its_place_and_its_help_in_python() -> Non
     (at,) = (n for n, note in enumerate(notes) if note == "unknown key `epochs` in [train]")
     assert notes[at + 1].startswith(" --> dict:")
     assert notes[at + 2] == ' help: ddpforge writes `length = "2ep"` in [train]'
+
+
+# ---------------------------------------------------------------------------------------------- optional libraries
+def test_error_for_a_missing_library_names_its_extra() -> None:
+    with pytest.raises(SetupError, match="nolibrary is not installed") as refused:
+        library("nolibrary.inner", "webdataset")
+    assert refused.value.hints == ("pip install 'msgpack>=1' 'pillow>=10' 'webdataset<2,>=0.2.100'",)
+    assert library("json", "none").dumps([1]) == "[1]"
+    with pytest.raises(PluginError, match="nolibrary is not installed"):
+        require("nolibrary", "webdataset")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.launched import Ranks
 
-from ddpforge.app.local_launch import check_world
 from ddpforge.errors import RecipeError
+from ddpforge.launchers.local import check_world
 from ddpforge.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1] / "examples"

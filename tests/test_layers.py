@@ -27,18 +27,20 @@ LAYERS = [
     {"interop", "tools", "tools.doctor", "tools.parity"},
     {"api"},
     {"app.api"},
-    {"app.evaluate", "app.generation", "app.local_launch"},
+    {"app.evaluate", "app.generation"},
     {"app.run"},
     {"app.attempt", "app.node_consistency"},
     {"app.memory_check"},
     {"app.build"},
-    {"app", "watchdog"},
+    {"app"},
+    {"watchdog"},
+    {"launchers"},
     {"guard"},
     {"training"},
     {"data", "runs", "strategies"},
     {"checkpoint"},
     {"ranks"},
-    {"launchers", "pytest_options", "recipe"},
+    {"pytest_options", "recipe"},
     {"components"},
     {"builtin"},
     {"interfaces"},
@@ -49,7 +51,6 @@ LAYERS = [
 # Modules without torch, so that commands that only read start quickly.
 LIGHT = {
     "api",
-    "app.local_launch",
     "cli",
     "compat",
     "components",
@@ -66,15 +67,14 @@ LIGHT = {
     "tools.reports",
     "watchdog",
 }
-LIGHT |= {
-    f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
-}
+LIGHT |= {f"ranks.{name}" for name in ("environment", "failures", "heartbeat", "logs", "process_exit", "run_limits")}
+LIGHT |= {"ranks.signal_policy", "ranks.signals"}
 LIGHT |= {"app.choose", "guard"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "checks", "contract", "data_names", "metric_direction")}
 LIGHT |= {"training.problems", "training.stages"}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
-LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
+LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra",)}
 LIGHT.add("training.alternating_updates")
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
@@ -207,6 +207,26 @@ def test_circles_of_any_length_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
 
 
+# Imports of built-in components by other modules, with their reasons. All others reach them by entry points.
+OF_BUILTIN = {
+    ("app.objects", "builtin.tasks.loss_function"): "a loss object of torch becomes a task",
+    ("interop.adapters", "builtin.models.quantized"): "the form of quantized weights in files",
+    ("testing.fixtures", "builtin.tasks.classification"): "the task of the kit, if an author names none",
+    ("training.frozen_dtype", "builtin.models.frozen_layers"): "forward passes of frozen layers in a low precision",
+}
+
+
+def test_built_in_components_are_a_leaf_that_the_package_reaches_by_entry_points() -> None:
+    """Includes imports in functions and for type checkers."""
+    found = {
+        (module.removeprefix("ddpforge."), imported.removeprefix("ddpforge."))
+        for module, its in graph().items()
+        for imported in its
+        if room_of(imported) == "builtin" and room_of(module) != "builtin"
+    }
+    assert found == OF_BUILTIN.keys()
+
+
 def test_built_in_components_import_only_the_interfaces() -> None:
     """Built-in components follow the rules of plugins: they need only the interfaces, and `disk` for cache files."""
     ours = {imported for module, imported in edges() if package_of(module) == "ddpforge.builtin"}
@@ -233,6 +253,7 @@ def test_light_modules_do_not_import_torch() -> None:
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
     light = {one for one in light if not one.startswith("ddpforge.guard.")} | {"ddpforge.guard.static"}
+    light -= {f"ddpforge.interfaces.{name}" for name in ("columns", "permutation")}  # samplers import them
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}

@@ -51,7 +51,7 @@ def test_calls_that_only_linux_has_are_in_two_modules() -> None:
         if (isinstance(node, ast.Attribute) and re.fullmatch(LINUX_ONLY, node.attr))
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(LINUX_ONLY, node.value))
     }
-    assert found == {"ddpforge/machine.py", "ddpforge/ranks/scheduling.py"}
+    assert found == {"ddpforge/machine.py", "ddpforge/launchers/scheduling.py"}
 
 
 def test_portable_state_and_descendants_are_those_of_linux(sleeper: psutil.Process) -> None:

@@ -7,14 +7,14 @@ from test_layers import MODULES, graph
 # Ring and the modules in it; the first pattern that matches decides. Modules that no pattern names are the kernel.
 RINGS = {
     "tools": r"tools|testing|interop|pytest_options|app\.generation",
-    "launch": r"launchers|watchdog|app\.local_launch|ranks\.(scheduling|network_interface)",
+    "launch": r"launchers|watchdog",
     "guard": r"guard|training\.(batch_checks|fingerprint|oom)"
     r"|strategies\.(parameter_guard|optimizer_probe|optimizer_extra_state)"
     r"|app\.(node_consistency|memory_check|class_names)",
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
     r"|memory_format|memory_tracker|profiling|source_losses|task_state|activation_checkpointing|blocks)"
-    r"|data\.(sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
-    "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed|comm_hooks)"
+    r"|data\.(mixture|sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
+    "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)"
     r"|app\.(api|evaluate|objects|prediction_tables)|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
 }
@@ -26,18 +26,13 @@ ALLOWED: dict[tuple[str, str], str] = {
 # Arrows that a hook must still turn round. Only shrinks.
 LEFT = {
     ("app.attempt", "app.memory_check"),
-    ("app.attempt", "launchers.exit_record"),
     ("app.attempt", "runs.media"),
     ("app.attempt", "runs.mirror"),
     ("app.attempt", "training.fingerprint"),
     ("app.attempt", "training.frozen_weights"),
     ("app.attempt", "training.oom"),
     ("app.attempt", "training.profiling"),
-    ("app.attempt", "watchdog.status_board"),
-    ("app.attempt", "watchdog.watchdog"),
     ("app.build", "app.class_names"),
-    ("app.build", "builtin.samplers.mixture"),
-    ("app.build", "builtin.samplers.plain"),
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
@@ -51,27 +46,13 @@ LEFT = {
     ("app.run", "app.memory_check"),
     ("app.run", "app.node_consistency"),
     ("app.run", "app.objects"),
-    ("app.run", "launchers.exit_record"),
-    ("app.run", "launchers.slurm"),
     ("app.run", "runs.mirror"),
-    ("app.run", "watchdog.watchdog"),
     ("data.batch_assignment", "data.token_limit"),
-    ("data.fetching", "builtin.samplers.mixture"),
-    ("data.fetching", "builtin.samplers.plain"),
     ("data.fetching", "data.shard_reader"),
     ("data.fetching", "data.sources"),
     ("data.fetching", "data.streams"),
     ("data.fetching", "data.token_limit"),
-    ("ranks.backend_flags", "ranks.scheduling"),
-    ("ranks.join", "launchers.nodes"),
-    ("ranks.join", "ranks.network_interface"),
-    ("ranks.join", "ranks.scheduling"),
-    ("ranks.run_limits", "launchers.exit_record"),
-    ("ranks.signals", "launchers.exit_record"),
-    ("ranks.signals", "launchers.signal_policy"),
     ("strategies", "strategies.optimizer_probe"),
-    ("strategies.ddp", "strategies.comm_hooks"),
-    ("strategies.ddp_replica", "strategies.comm_hooks"),
     ("strategies.torch_replica", "strategies.optimizer_extra_state"),
     ("strategies.torch_replica", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.parameter_guard"),
@@ -87,7 +68,6 @@ LEFT = {
     ("training.assemble", "training.source_losses"),
     ("training.assemble", "training.task_state"),
     ("training.checkpoint_saver", "training.frozen_weights"),
-    ("training.consensus", "launchers.exit_record"),
     ("training.evaluation", "training.alternating_updates"),
     ("training.evaluation", "training.batch_checks"),
     ("training.evaluation", "training.fingerprint"),
@@ -137,7 +117,7 @@ BESIDE = {
     ),
     r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
 }
-LINES = 19_200  # of the kernel: it is read in a day
+LINES = 19_500  # of the kernel: it is read in a day
 
 
 def ring(module: str) -> str:

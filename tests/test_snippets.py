@@ -202,6 +202,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "check": {"house-rules": PACKAGE},
     "command": {"house-tools": PACKAGE},
     "format": {"npz-format": PACKAGE},
+    "environment": {"my-cluster": PACKAGE},
     "device": {"my-npu": PACKAGE, 'device = "npu"': "needs an NPU: tests/app/test_device_plugin.py, on another device"},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
@@ -285,6 +286,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "format": {"# npz_format.py": "tests/checkpoint/test_formats.py"},
     "command": {"# house_tools.py": "tests/cli/test_plugin_commands.py"},
     "device": {"# npu.py": "tests/app/test_device_plugin.py"},
+    "environment": {"# openmpi.py": "tests/ranks/test_environment.py"},
     "predict": {"denoised": ""},
     "language-models": {"sft-merged": SMOLLM},
 }

@@ -19,7 +19,6 @@ from ddpforge.app.attempt import Outcome
 from ddpforge.app.build import WEIGHTS, build_dataset
 from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, answers, check_language, generate
-from ddpforge.app.local_launch import LaunchSpec, prepare_launch
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.weights_file import chosen_weights
@@ -30,6 +29,7 @@ from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
+from ddpforge.launchers.local import LaunchSpec, prepare_launch
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import as_toml

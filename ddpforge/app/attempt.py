@@ -17,12 +17,12 @@ from ddpforge.app.memory_check import MemoryBudget, MemoryCheck, is_enabled, wit
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
-from ddpforge.interfaces import Tracker, World
-from ddpforge.launchers.exit_record import is_launched
+from ddpforge.interfaces import RankWatch, RunAttempt, Tracker, World
+from ddpforge.local_world import is_launched
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import explain_determinism_error
-from ddpforge.ranks.device_progress import DeviceProgress
 from ddpforge.ranks.devices import name_of_device
+from ddpforge.ranks.environment import environment
 from ddpforge.ranks.failures import FailureRecord, Failures, exit_code_of, phrase
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
@@ -48,8 +48,6 @@ from ddpforge.training.oom import explain_oom, state_bytes
 from ddpforge.training.profiling import Profile
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
-from ddpforge.watchdog.status_board import described, here
-from ddpforge.watchdog.watchdog import NullWatchdog, Watchdog
 
 __all__ = ["Attempt", "Outcome", "checkpoints_of"]
 
@@ -358,7 +356,7 @@ class Attempt:
             if (first or (self.world.is_rank_zero and not report.self_reported)) and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
             if first and not report.symptom:
-                self.folder.write_failure(described(report, [here(self.world.global_ranks.rank)]))
+                self.folder.write_failure(report.with_ranks([heartbeat.here(self.world.global_ranks.rank)]))
         except (ForgeError, OSError) as another:
             log.warning("while the run was ending: %s", another)
         return first
@@ -416,20 +414,19 @@ class Attempt:
         )
 
 
-def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> NullWatchdog:
-    """Returns the watchdog for this rank; one that does nothing if there is only one rank."""
-    if world.global_ranks.size == 1:
-        return NullWatchdog()
+def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> RankWatch:
     train = recipe.train
-    return Watchdog(
-        folder.path,
-        token,
-        world.global_ranks.rank,
-        world.global_ranks.size,
-        strategy=recipe.strategy.use,
-        hang_timeout=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
-        compiles=train.compile != "off",
-        progress=DeviceProgress(world.device),
+    return environment().watch(
+        RunAttempt(
+            folder=folder.path,
+            token=token,
+            rank=world.global_ranks.rank,
+            size=world.global_ranks.size,
+            device=world.device,
+            strategy=recipe.strategy.use,
+            hang_timeout=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
+            compiles=train.compile != "off",
+        )
     )
 
 

@@ -20,8 +20,6 @@ from torch import nn
 
 from ddpforge.app.choose import choose
 from ddpforge.app.class_names import numbered_alike, with_class_names
-from ddpforge.builtin.samplers.mixture import MixtureSampler
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import BuildFailed, where_raised
 from ddpforge.components.registry import NamedComponent, Registry
 from ddpforge.components.registry import build as build_component
@@ -38,6 +36,8 @@ from ddpforge.interfaces import (
     BatchSampler,
     EpochBatchSampler,
     Schedule,
+    Shuffled,
+    SourceSampler,
     World,
     device_kind,
 )
@@ -236,9 +236,9 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
 
 def _warn_of_late_weights(chosen: Chosen, order: BatchSampler | None, plan: RunPlan) -> None:
     """Logs a warning for weights of sources that would change after the end of the run."""
-    if plan is MISSING or plan.horizon.total is None or not isinstance(order, MixtureSampler):
+    if plan is MISSING or plan.horizon.total is None or not isinstance(order, SourceSampler):
         return
-    last = order.stages[-1].start // batches_per_step(chosen.updates)
+    last = order.last_change // batches_per_step(chosen.updates)
     if last >= plan.horizon.total > 0 and last:
         log.warning("data.train: the run ends at step %d, before weights change at step %d", plan.horizon.total, last)
 

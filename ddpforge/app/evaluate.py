@@ -22,9 +22,9 @@ from ddpforge.components.registry import Registry
 from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World, class_names_of
-from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.ranks.environment import environment
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
@@ -84,7 +84,7 @@ def evaluate(
         only: the names of the evaluation sets `[data.eval.NAME]` to use; all if empty.
         registry: the components; by default the installed ones.
     """
-    export_slurm_env()
+    environment().export_variables()
     reject_text("only", only)
     loaded, registry = _load(folder, sets, registry)
     chosen, problems = _choose(loaded, registry, only)
@@ -150,7 +150,7 @@ def predict(
         force: replace `out` if it exists. Without it, an existing `out` raises UsageError.
         registry: the components; by default the installed ones.
     """
-    export_slurm_env()
+    environment().export_variables()
     reject_text("data", data)
     check_table(out)
     loaded, registry, only = _to_predict(folder, data, sets, registry)

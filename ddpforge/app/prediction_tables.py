@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge import disk
-from ddpforge.builtin.datasets.files import library
-from ddpforge.builtin.extras import require
 from ddpforge.disk import appearing
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import PluginError, UsageError, library, require
 
 __all__ = ["TableWriter", "check_table", "writing"]
 

@@ -19,11 +19,10 @@ from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
 from ddpforge.interfaces import World
-from ddpforge.launchers.exit_record import has_begun, record_begun
-from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks import join as ranks_join
 from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.ranks.environment import environment, raising_peer_failures
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.run_limits import seconds_of
 from ddpforge.ranks.signals import StopRequests
@@ -37,7 +36,6 @@ from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.resume import open_folder
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen
-from ddpforge.watchdog.watchdog import raising_peer_failures
 
 __all__ = ["Outcome", "join", "peers_of", "run", "train"]
 
@@ -114,11 +112,11 @@ def _run(
     sources: Mapping[str, bytes] = {},
 ) -> Outcome:
     """Trains a loaded recipe, see `run`; `sources` is the code of objects of Python, for the run's folder."""
-    export_slurm_env()
+    environment().export_variables()
     reject_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
     window = StepWindow.parse(profile) if profile else None
-    fresh = fresh and not has_begun()  # restarted ranks resume the run that they began as a fresh one
+    fresh = fresh and not environment().is_restart()  # restarted ranks resume the run that they began as a fresh one
     room = MemoryBudget()
 
     folder, problems = RunFolder.of(loaded.recipe, out), Problems(loaded)
@@ -130,7 +128,7 @@ def _run(
         peers = peers_of(chosen.recipe, world)
         _leave_if_asked(stop, world, peers)
         check_shared_filesystem(folder.path.parent, peers.ranks)
-        fresh = all(peers.ranks.all_gather_object(fresh))  # on a machine that joins later, `has_begun` is False
+        fresh = all(peers.ranks.all_gather_object(fresh))  # on a machine that joins later, `is_restart` is False
         mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_rank_zero else None
         on_rank_zero(world.global_ranks, lambda: mirror.fetch(fresh=fresh) if mirror else None)
 
@@ -142,7 +140,7 @@ def _run(
         opened = on_rank_zero(
             world.global_ranks, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
         )
-        record_begun()
+        environment().on_begin()
         if opened.result:
             if mirror:
                 mirror.complete()

@@ -1,20 +1,13 @@
-"""Helpers of several components: checks for optional libraries, and reads the ids that trackers store."""
+"""Reads the ids that trackers store."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
-from ddpforge.errors import PluginError, SetupError, pip_install
+from ddpforge.errors import SetupError
 
-__all__ = ["require", "stored_id"]
+__all__ = ["stored_id"]
 
 _MOST = 1 << 20  # bytes
-
-
-def require(module: str, extra: str) -> None:
-    """Raises PluginError if a library is not installed; does not import it."""
-    if find_spec(module) is None:
-        raise PluginError(f"{module} is not installed", hints=[pip_install(extra)])
 
 
 def stored_id(file: Path, key: str) -> str | None:

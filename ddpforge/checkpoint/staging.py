@@ -147,7 +147,7 @@ def _may_wait(part: TensorShard) -> bool:
 def _only_updated(held: Held) -> set[int]:
     """Returns the ids of parts that only updates change: weights with optimizer state, and that state.
 
-    Excludes buffers, tensors of callbacks, and optimizer state that belongs to no weight (such as PowerSGD's memory):
+    Excludes buffers, tensors of callbacks, and optimizer state that belongs to no weight:
     these also change in passes or between steps.
     """
     owners = {OPTIMIZER.cut(name, "/")[0] for name in held["optimizer"]} - {SHARED}

@@ -11,7 +11,7 @@ import click
 from ddpforge.cli.ending import leave
 from ddpforge.cli.options import json_option, out_option, sets_options
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.ranks.environment import environment
 
 if TYPE_CHECKING:
     from ddpforge.tools.doctor.findings import Finding
@@ -29,7 +29,7 @@ def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: 
     join, compare software, folder and clocks, and measure the speed of their communication. The exit code is 3 if there
     is an error.
     """
-    export_slurm_env()
+    environment().export_variables()
 
     from ddpforge.tools.doctor.checks import run_checks
 

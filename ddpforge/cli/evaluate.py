@@ -11,7 +11,7 @@ from ddpforge.cli.options import checkpoint_options, json_option, run_argument, 
 from ddpforge.cli.tables import number
 from ddpforge.errors import UsageError
 from ddpforge.fast_import import gc_paused
-from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.ranks.environment import environment
 from ddpforge.watchdog.watchdog import watch_startup
 
 
@@ -64,7 +64,7 @@ def evaluate(
         if given:
             raise UsageError(f"{option} is for tasks of --lm-eval", hints=["add --lm-eval"])
     with ending():
-        export_slurm_env()
+        environment().export_variables()
         watch_startup()
 
         with gc_paused():

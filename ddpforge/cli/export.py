@@ -14,7 +14,7 @@ import click
 from ddpforge.cli.options import SizeParam, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
 from ddpforge.components.hooks import found
-from ddpforge.errors import ForgeError, SetupError, UsageError
+from ddpforge.errors import ForgeError, SetupError, UsageError, library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,7 +257,6 @@ class Hub:
     """
 
     def __init__(self, name: str, *, private: bool = False) -> None:
-        from ddpforge.builtin.datasets.files import library
 
         self.name = name
         self._hub: Any = library("huggingface_hub", "hub")

@@ -1,74 +1,23 @@
-"""Commands and flags of other tools, with their equivalents in ddpforge."""
+"""Hints for commands and flags of other tools; `habits.toml` has the words."""
 
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
 
-_COMMANDS = {
-    **dict.fromkeys(("train", "fit", "start", "finetune", "pretrain"), "ddpforge run RECIPE"),
-    **dict.fromkeys(("validate", "lint", "verify"), "ddpforge check RECIPE"),
-    **dict.fromkeys(("dry-run", "dryrun", "fast-dev-run"), "ddpforge run RECIPE --dry-run 5"),
-    **dict.fromkeys(("lr-find", "lr-finder", "find-lr", "tune"), "ddpforge lr-range RECIPE"),
-    **dict.fromkeys(("find-batch-size", "scale-batch-size", "batch-finder"), "ddpforge batch-size RECIPE"),
-    "overfit": "ddpforge run RECIPE --overfit 1",
-    **dict.fromkeys(("samples", "inspect", "preview"), "ddpforge data show RECIPE"),
-    "profile": "ddpforge run RECIPE --profile 20..25",
-    "help": "ddpforge --help, or ddpforge run --help for one command",
-    **dict.fromkeys(("upgrade", "migrate", "update"), "ddpforge recipes upgrade FILE…"),
-    **dict.fromkeys(("config", "cfg", "print", "resolve"), "ddpforge show RECIPE"),
-    **dict.fromkeys(("val", "test"), "ddpforge eval RUN"),
-    **dict.fromkeys(
-        ("resume", "continue", "restart"), "ddpforge runs resume RUN; the same command resumes a stopped run, too"
-    ),
-    **dict.fromkeys(("torchrun", "distributed", "multi"), "ddpforge launch RECIPE --nproc N"),
-    **dict.fromkeys(("checkpoint", "checkpoints"), "ddpforge ckpt ls RUN"),
-    **dict.fromkeys(("plugin", "components"), "ddpforge plugins list"),
-    **dict.fromkeys(("list", "ls", "ps", "history"), "ddpforge runs ls"),
-    **dict.fromkeys(("rm", "delete", "remove"), "ddpforge runs rm RUN"),
-    **dict.fromkeys(("watch", "info", "state", "progress"), "ddpforge status RUN"),
-    **dict.fromkeys(("recipe", "init", "new"), "ddpforge recipes ls, and ddpforge recipes cp NAME"),
-}
-_RANKS = ("nproc", "nproc-per-node", "gpus", "num-gpus", "devices", "num-processes", "ranks", "world-size", "n", "np")
-_RESUME = ("resume", "resume-from", "resume-from-checkpoint", "continue", "auto-resume", "load", "ckpt", "checkpoint")
-_KEYS = {
-    **dict.fromkeys(("lr", "learning-rate"), "optimizer.lr=1e-3"),
-    **dict.fromkeys(("epochs", "max-epochs", "num-epochs", "num-train-epochs"), "train.length=5ep"),
-    **dict.fromkeys(("steps", "max-steps", "num-steps", "iterations"), "train.length=1000st"),
-    **dict.fromkeys(("batch-size", "global-batch", "batch", "bs"), "train.global_batch=256"),
-    **dict.fromkeys(("micro-batch", "per-device-train-batch-size"), "train.micro_batch=32"),
-    **dict.fromkeys(("precision", "mixed-precision", "amp", "bf16"), "train.precision=bf16"),
-    "fp16": "train.precision=fp16",
-    "seed": "train.seed=1",
-    **dict.fromkeys(("name", "run-name", "exp-name", "experiment"), "name=my-run"),
-    **dict.fromkeys(("strategy", "backend"), "strategy.use=fsdp"),
-    **dict.fromkeys(("compile", "torch-compile"), "train.compile=default"),
-    **dict.fromkeys(("workers", "num-workers"), "data.workers=4"),
-    **dict.fromkeys(("wandb", "project"), "track.wandb.project=my-project"),
-}
-_OTHERS = {
-    **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "write the recipe without an option"),
-    **dict.fromkeys(("output", "output-dir", "out-dir", "logdir", "log-dir", "save-dir", "dir"), "write --out DIR"),
-    **dict.fromkeys(("dryrun", "fast-dev-run"), "--dry-run 5 trains five steps and keeps nothing"),
-    **dict.fromkeys(("overfit-batches", "overfit-one-batch"), "--overfit 1 trains on one batch again and again"),
-    **dict.fromkeys(("auto-lr-find", "lr-find"), "`ddpforge lr-range RECIPE` tests a range of learning rates"),
-    **dict.fromkeys(
-        ("auto-scale-batch-size", "auto-find-batch-size"), "`ddpforge batch-size RECIPE` finds the largest"
-    ),
-    "profiler": "--profile 20..25 profiles these steps",
-    **dict.fromkeys(("override", "overrides", "opts", "options"), "write KEY=VALUE, once for each key"),
-    **dict.fromkeys(("force", "overwrite", "restart"), "write --fresh to start from scratch"),
-}
+
+@cache
+def _words() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("habits.toml").read_text(encoding="utf-8"))
 
 
-_RENAMED = {  # options of ours by their names before version 1.0, as (command, option), or of any command
-    ("launch", "endpoint"): "rdzv-endpoint",
-    ("launch", "run-id"): "rdzv-id",
-    ("", "budget"): "memory",
-    ("eval", "only"): "dataset",
-    ("", "only"): "include",
-}
+def _meant(table: Mapping[str, Sequence[str]], word: str) -> str | None:
+    """Returns what a table has for another tool's word; None if the word is not in it."""
+    return next((meant for meant, words in table.items() if word in words), None)
 
 
 _NOT_A_NUMBER = re.compile(r"('[^']*') is not a valid (integer|float)(?: range)?")
@@ -108,10 +57,11 @@ def _hints(error: click.UsageError) -> Iterator[str]:
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return
     if found := re.search(r"No such command '([^']*)'", error.message):
-        if meant := _GROUPS.get(str(command), {}).get(found[1]):
+        groups = _words()["groups"]
+        if meant := _meant(groups.get(str(command), {}), found[1]):
             yield f"ddpforge {command} {meant}"
-        elif command not in _GROUPS and found[1] in _COMMANDS:
-            yield _COMMANDS[found[1]]
+        elif command not in groups and (meant := _meant(_words()["commands"], found[1])):
+            yield meant
         elif found[1].endswith(".toml"):
             yield f"ddpforge run {found[1]}"
     if "unexpected extra argument" in error.message and error.ctx:
@@ -127,31 +77,23 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
 
-_GROUPS: dict[str, dict[str, str]] = {
-    "ckpt": {"list": "ls", "delete": "rm", "remove": "rm", "convert": "import", "compare": "diff"},
-    "runs": {"list": "ls", "delete": "rm", "remove": "rm", "diff": "compare", "continue": "resume"},
-    "plugins": {"ls": "list", "create": "new", "info": "show", "check": "test"},
-    "recipes": {"list": "ls", "new": "cp", "init": "cp", "update": "upgrade", "migrate": "upgrade"},
-    "data": {"ls": "show", "inspect": "show", "preview": "show"},
-}
-"""Groups of commands: other words for their commands."""
-
-
 def _of_option(name: str, command: str) -> Iterator[str]:
     known = name.replace("_", "-").lower()
-    if new := _RENAMED.get((command, known), _RENAMED.get(("", known))):
+    words = _words()
+    renamed = words["renamed"]["*"] | words["renamed"].get(command, {})
+    if new := renamed.get(known):
         yield f"--{known} is now --{new}"
         return
-    if known in _RANKS and command == "slurm":
+    if known in words["flags"]["ranks"] and command == "slurm":
         yield "write --gpus-per-node N, or --nproc N for ranks on each node, and --nodes N"
-    elif known in _RANKS:
+    elif known in words["flags"]["ranks"]:
         yield "write --nproc N" if command == "launch" else "ddpforge launch RECIPE --nproc N starts several processes"
-    elif known in _RESUME:
+    elif known in words["flags"]["resume"]:
         yield "the same command resumes a stopped run; checkpoint.init_from begins with other weights"
-    elif known in _OTHERS:
-        yield _OTHERS[known]
-    elif known in _KEYS:
-        yield f"set values of the recipe with KEY=VALUE, e.g. {_KEYS[known]}"
+    elif hint := _meant(words["hints"], known):
+        yield hint
+    elif key := _meant(words["keys"], known):
+        yield f"set values of the recipe with KEY=VALUE, e.g. {key}"
     elif "." in name:
         yield f"write {name}=VALUE"
 

@@ -23,7 +23,7 @@ from ddpforge.cli.options import (
 from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.app.local_launch import LaunchSpec
+    from ddpforge.launchers.local import LaunchSpec
 
 
 @click.command()
@@ -85,8 +85,8 @@ def launch(
     The recipe is checked before anything starts; the ranks check options of components in your own files and plugins.
     The exit code is that of the run. Missing options are read from the environment variables of SkyPilot and Kubeflow.
     """
-    from ddpforge.app.local_launch import prepare_launch
     from ddpforge.cli.ending import to_resume
+    from ddpforge.launchers.local import prepare_launch
     from ddpforge.ranks.logs import keep_output
 
     keep_output()
@@ -122,7 +122,7 @@ def launch(
 
 def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "LaunchSpec":
     """Returns the ranks to start, from options, environment variables, or the rendezvous in torchrun's flags."""
-    from ddpforge.app.local_launch import LaunchSpec
+    from ddpforge.launchers.local import LaunchSpec
     from ddpforge.launchers.nodes import Nodes, announced
     from ddpforge.launchers.torchrun import names_rendezvous
 

@@ -38,7 +38,7 @@ class DeviceName(click.ParamType[str]):
     name = "device"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "[cpu|cuda|mps|xpu|PLUGIN]"
+        return "[cpu|cuda|PLUGIN]"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if str(value) not in (known := self._known()):

@@ -9,7 +9,7 @@ from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.cli.tables import counted
 from ddpforge.fast_import import gc_paused
-from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.ranks.environment import environment
 from ddpforge.watchdog.watchdog import watch_startup
 
 
@@ -56,7 +56,7 @@ def predict(
     Training data and optimizer state are not loaded.
     """
     with ending():
-        export_slurm_env()
+        environment().export_variables()
         watch_startup()
 
         with gc_paused():

@@ -14,9 +14,11 @@ from ddpforge.cli.ending import ending, leave, postpone, results_alone, to_resum
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
 from ddpforge.fast_import import gc_paused, set_torch_env
-from ddpforge.launchers.exit_record import STARTED, is_launched, record_start
-from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.launchers.exit_record import record_start
+from ddpforge.local_world import is_launched
 from ddpforge.machine import terminate_with_parent
+from ddpforge.ranks.environment import environment
+from ddpforge.ranks.run_limits import STARTED
 from ddpforge.ranks.signals import stopping_early
 from ddpforge.watchdog.watchdog import watch_startup
 
@@ -59,7 +61,7 @@ def run(
         os.environ.setdefault(STARTED, str(time.time()))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or a launcher built on it, waits for its ranks
             terminate_with_parent()
-        export_slurm_env()
+        environment().export_variables()
         watch_startup()
         record_start()
         set_torch_env()

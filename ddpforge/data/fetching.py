@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpforge.builtin.samplers.mixture import MixtureSampler
-from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.data.pytree import pinned
@@ -23,7 +21,7 @@ from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
 from ddpforge.errors import ForgeError, PluginError, SetupError
-from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
+from ddpforge.interfaces import BatchSampler, Sequential, ShardedDataset, SourceSampler, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
@@ -210,16 +208,15 @@ class Batches:
     @property
     def shares_of_sources(self) -> dict[str, float]:
         """Returns the shares of the sources in the first steps, by name; empty for data that is a single source."""
-        if not isinstance(self._order, MixtureSampler):
+        if not isinstance(self._order, SourceSampler):
             return {}
-        cycle = self._order.stages[0].cycle
-        return {name: count / sum(cycle) for name, count in zip(self.source_names, cycle, strict=True)}
+        return dict(zip(self.source_names, self._order.shares(), strict=True))
 
     def epochs_of_sources(self, steps: int) -> dict[str, float]:
         """Returns how often the first `steps` steps of training go through each source, by name."""
-        if not isinstance(self._order, MixtureSampler):
+        if not isinstance(self._order, SourceSampler):
             return {}
-        return dict(zip(self.source_names, self._order.epochs_of_sources(steps).tolist(), strict=True))
+        return dict(zip(self.source_names, self._order.epochs_of_sources(steps), strict=True))
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches from step `start` on, epoch after epoch, without end."""
@@ -253,9 +250,8 @@ class Batches:
 
         in_parts = isinstance(self._data, ShardedDataset | ShardedSources)
         if in_parts or is_stream(self._data):
-            order = self._order if isinstance(self._order, MixtureSampler) else None
             stream = (
-                ShardedStream(self._data, self._terms, start, one_epoch, order)
+                ShardedStream(self._data, self._terms, start, one_epoch, self._order)
                 if in_parts
                 else Stream(self._data, self._terms, start, one_epoch)
             )

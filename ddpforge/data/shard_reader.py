@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpforge import compat
-from ddpforge.builtin.samplers.mixture import MixtureSampler
-from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
+from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
 from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import ShardedDataset, mix
+from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream"]
 
@@ -245,9 +245,10 @@ class ShardedStream(IterableDataset[MicroBatch]):
         terms: AssignmentTerms,
         start: int,
         stop_after_epoch: bool,
-        order: MixtureSampler | None = None,
+        order: BatchSampler | None = None,
     ) -> None:
-        self.data, self.terms, self.order = data, terms, order
+        self.data, self.terms = data, terms
+        self.order = order if isinstance(order, MixtureSampler) else None
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = collate_of(data, terms.keys)
         self.random: bool = getattr(data, "random", True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.data.collating import collate_of
+from ddpforge.data.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.data.pytree import merge
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError

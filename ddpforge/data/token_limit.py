@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.columns import numbers
 from ddpforge.errors import UsageError
+from ddpforge.interfaces.columns import numbers
 
 __all__ = ["TokenLimit"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -58,7 +57,7 @@ _OF_GROUPS = {
     "weight_decay",
 }  # settings per group in ddpforge's own optimizers
 _FLOAT8 = (8, 9)  # lowest compute capability whose tensor cores multiply in float8
-_SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
+_SEVERAL = ('set strategy.use = "ddp", "fsdp" or "single"',)
 _CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call the model
 
 
@@ -88,7 +87,7 @@ def check_device(chosen: Chosen) -> Errors:
     if train.sync_batchnorm and not kind_of(chosen).synchronizes_batchnorm:
         device = device_of(chosen)
         hint = f"torch.nn.SyncBatchNorm has no implementation for {device.upper()}; remove train.sync_batchnorm"
-        message = f"train.sync_batchnorm needs CUDA or XPU, but this run is on {device}"
+        message = f"train.sync_batchnorm needs CUDA, but this run is on {device}"
         yield UsageError(message, hints=[hint], key="train.sync_batchnorm")
 
 
@@ -99,15 +98,10 @@ def kind_of(chosen: Chosen) -> DeviceKind:
     return named_kind(device_of(chosen))
 
 
-def _may_lack(chosen: Chosen) -> bool:
-    """True if `train.device = "auto"` may choose Apple's GPU, or a device of a plugin."""
-    return sys.platform == "darwin" or not all(entry.is_own for entry in chosen.registry.entries("device"))
-
-
 def _check_kind(chosen: Chosen) -> Errors:
     """Yields errors for a precision, several ranks, or a process group that the kind of devices does not have."""
     train, given = chosen.recipe.train, chosen.device or chosen.recipe.train.device
-    if given in ("cpu", "cuda") or (given == "auto" and not _may_lack(chosen)):
+    if given in ("cpu", "cuda") or (given == "auto" and all(one.is_own for one in chosen.registry.entries("device"))):
         return  # the device has all of this, and only loading a kind imports torch
     kind, name = kind_of(chosen), device_of(chosen)
     if train.precision not in kind.precisions:

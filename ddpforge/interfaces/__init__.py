@@ -11,6 +11,7 @@ from ddpforge.interfaces.checkpoint_format import CheckpointFormat, ForeignState
 from ddpforge.interfaces.data import Data, ShardedDataset, class_names_of
 from ddpforge.interfaces.device import DeviceKind, active_kind, add_device_kind, device_kind, device_kinds, in_float64
 from ddpforge.interfaces.durations import Duration, Horizon
+from ddpforge.interfaces.environment import Environment, RankWatch, RunAttempt
 from ddpforge.interfaces.expert_dispatch import ExpertDispatch
 from ddpforge.interfaces.media import Histogram, LogMedia, MediaKind, Table
 from ddpforge.interfaces.metric import Metric, SampleColumns, Total
@@ -18,7 +19,7 @@ from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.interfaces.optimizer import MultiPassOptimizer, Schedule
 from ddpforge.interfaces.regions import Box, BoxList, FlatRange, Region, TensorShard
 from ddpforge.interfaces.sample_rng import SampleRNG
-from ddpforge.interfaces.sampler import BatchSampler, EpochBatchSampler
+from ddpforge.interfaces.sampler import BatchSampler, EpochBatchSampler, Sequential, Shuffled, SourceSampler
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.state import CanonicalState, FullWeights, SavedTensor, ShardedWeights, Weights, read_all
 from ddpforge.interfaces.strategy import (
@@ -54,6 +55,7 @@ __all__ = [
     "Data",
     "DeviceKind",
     "Duration",
+    "Environment",
     "EpochBatchSampler",
     "ExpertDispatch",
     "FlatRange",
@@ -68,19 +70,24 @@ __all__ = [
     "Metric",
     "MultiPassOptimizer",
     "Pass",
+    "RankWatch",
     "Ranks",
     "Region",
     "Replica",
+    "RunAttempt",
     "RunContext",
     "SampleColumns",
     "SampleRNG",
     "SamplesOfSource",
     "SavedTensor",
     "Schedule",
+    "Sequential",
     "Sharded",
     "ShardedDataset",
     "ShardedWeights",
+    "Shuffled",
     "Simulation",
+    "SourceSampler",
     "StepInfo",
     "Strategy",
     "SupportsMultiPass",

@@ -1,6 +1,6 @@
 """Kinds of devices that ranks compute on: memory, streams, random numbers and process groups of each.
 
-CPU, CUDA (ROCm's GPUs too), MPS and XPU are here. Another kind is a plugin in the entry-point group `ddpforge.device`.
+CPU and CUDA are here. Another kind is a plugin in the entry-point group `ddpforge.device`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CPU",
     "CUDA",
-    "MPS",
-    "XPU",
     "DeviceKind",
     "active_kind",
     "add_device_kind",
@@ -52,7 +50,7 @@ class DeviceKind:
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     """Values of `train.precision` that work."""
     has_float64: ClassVar[bool] = True
-    """Tensors on the device may be float64. Otherwise ddpforge sums losses and metrics in pairs of float32."""
+    """Tensors on the device may be float64. Otherwise losses and metrics are added on the host, which waits."""
     pins: ClassVar[bool] = True
     """Copies from page-locked host memory are asynchronous."""
     has_streams: ClassVar[bool] = True
@@ -185,7 +183,7 @@ class DeviceKind:
         self._generator(device).set_state(state)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        if not self.module.default_generators:  # CUDA and XPU make them when they begin
+        if not self.module.default_generators:  # CUDA makes them when it begins
             self.module.init()
         found: torch.Generator = self.module.default_generators[device.index or 0]
         return found
@@ -289,91 +287,6 @@ class CUDA(DeviceKind):
         return self.module.Event(blocking=True)  # blocking: a waiting thread sleeps
 
 
-class XPU(DeviceKind):
-    """GPUs of Intel."""
-
-    name = "xpu"
-    noun = "an Intel GPU"
-    profiler_activity = "XPU"
-    backend = "xccl"
-    visible = "ZE_AFFINITY_MASK"
-    fuses_optimizers = synchronizes_batchnorm = True
-
-
-class MPS(DeviceKind):
-    """The GPU of an Apple computer. It shares its memory with the CPU, and torch has one stream and no collectives."""
-
-    name = "mps"
-    noun = "Apple's GPU"
-    profiler_activity = None
-    has_float64 = pins = has_streams = False
-
-    def why_unavailable(self) -> str:
-        """Returns the reason: the build of torch, or the machine."""
-        import torch
-
-        if not torch.backends.mps.is_built():
-            return f"torch {torch.__version__} was built without MPS"
-        return "it needs an Apple processor and macOS 14"
-
-    def is_active(self) -> bool:
-        """True if tensors are, or were, on the device."""
-        return self.is_available() and self.module.driver_allocated_memory() > 0
-
-    def product(self, device: torch.device) -> str | None:
-        """Returns the processor's name."""
-        import platform
-
-        return platform.processor() or None
-
-    def identity(self, device: torch.device) -> list[Any] | None:
-        """Returns one value: a machine has one such device."""
-        return ["mps"]
-
-    def current(self) -> int | None:
-        """Returns None: there is only one."""
-        return None
-
-    # torch measures no peak of MPS. Its allocator keeps all memory until `empty_cache`.
-    def peak_memory(self, device: torch.device, *, reserved: bool = False) -> int | None:
-        """Returns the memory that the allocator holds."""
-        return int(self.module.driver_allocated_memory())
-
-    def reset_peak_memory(self, device: torch.device) -> None:
-        """Frees the memory that the allocator holds and no tensor uses."""
-        self.module.empty_cache()
-
-    def free_memory(self, device: torch.device | None = None) -> tuple[int, int] | None:
-        """Returns free and total memory, up to the limit that Metal recommends."""
-        total = int(self.module.recommended_max_memory())
-        return max(0, total - int(self.module.driver_allocated_memory())), total
-
-    def unused_memory(self, device: torch.device) -> int:
-        """Returns the memory up to the limit that Metal recommends."""
-        return max(0, int(self.module.recommended_max_memory()) - int(self.module.current_allocated_memory()))
-
-    def synchronize(self, device: torch.device) -> None:
-        """Waits for the device."""
-        self.module.synchronize()
-
-    def seed(self, seed: int, device: torch.device) -> None:
-        """Seeds the RNG of the device."""
-        self.module.manual_seed(seed)
-
-    def rng_state(self, device: torch.device) -> Tensor:
-        """Returns the state of the device's RNG."""
-        state: Tensor = self.module.get_rng_state()
-        return state
-
-    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
-        """Restores a result of `rng_state`."""
-        self.module.set_rng_state(state)
-
-    def describe(self) -> list[Mapping[str, Any]]:
-        """Returns the one device, with the limit that Metal recommends."""
-        return [{"name": "MPS", "memory": int(self.module.recommended_max_memory())}]
-
-
 class _Meta(CPU):
     """torch's tensors without memory, for checks: nothing is copied, but reading a number counts as a wait."""
 
@@ -383,7 +296,7 @@ class _Meta(CPU):
 
 # ---------------------------------------------------------------------------------------------- by name
 _META = _Meta()
-_KINDS: dict[str, DeviceKind] = {kind.type: kind for kind in (CUDA(), XPU(), MPS(), CPU())}
+_KINDS: dict[str, DeviceKind] = {kind.type: kind for kind in (CUDA(), CPU())}
 
 
 def add_device_kind(kind: DeviceKind) -> None:
@@ -392,7 +305,7 @@ def add_device_kind(kind: DeviceKind) -> None:
 
 
 def device_kinds() -> list[DeviceKind]:
-    """Returns the known kinds: CUDA, XPU, MPS, CPU, then kinds of plugins."""
+    """Returns the known kinds: CUDA, CPU, then kinds of plugins."""
     return [*_KINDS.values()]
 
 

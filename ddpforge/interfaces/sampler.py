@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BatchSampler", "EpochBatchSampler"]
+__all__ = ["BatchSampler", "EpochBatchSampler", "Sequential", "Shuffled", "SourceSampler"]
 
 
 class BatchSampler(ABC):
@@ -83,3 +83,45 @@ class EpochBatchSampler(BatchSampler):
 
         epochs, turns = np.divmod(steps, np.uint64(self.steps_per_epoch))
         return self.at(epochs, turns * np.uint64(self.global_batch) + places)
+
+
+class Sequential(EpochBatchSampler):
+    """Every sample once per epoch, in the order of the data."""
+
+    once = True
+
+    def __init__(self, data: Any, global_batch: int, drop_last: bool) -> None:
+        super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
+
+    def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the positions unchanged."""
+        return places
+
+
+class Shuffled(Sequential):
+    """Every sample once per epoch, in a different random order in each epoch; the default."""
+
+    def __init__(self, data: Any, seed: int, global_batch: int, drop_last: bool) -> None:
+        super().__init__(data, global_batch, drop_last)
+        self.seed = seed
+
+    def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the samples at these positions of each epoch's permutation."""
+        from ddpforge.interfaces.permutation import permute
+
+        return permute(places, epochs, self.places, self.seed)
+
+
+class SourceSampler(EpochBatchSampler):
+    """Sampler of several sources that are one dataset, one source after the other."""
+
+    last_change: int = 0
+    """The last step at which the shares of the sources change; 0 if they never do."""
+
+    @abstractmethod
+    def shares(self) -> Sequence[float]:
+        """Returns the share of each source in the first steps."""
+
+    @abstractmethod
+    def epochs_of_sources(self, steps: int) -> Sequence[float]:
+        """Returns how often the first `steps` steps go through each source: 1.5 is one and a half epochs."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge import disk
-from ddpforge.builtin.datasets.files import library
 from ddpforge.compat import tree_leaves, tree_map
 from ddpforge.disk import appearing
-from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError, library
 from ddpforge.interfaces import Task
 
 __all__ = ["SAMPLES", "ExampleInputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.errors import ExitCode
+from ddpforge.local_world import VERDICT
 
 __all__ = [
-    *("STARTED", "VERDICT", "RankDeath", "LaunchExit", "ExitRecords", "has_begun", "is_final", "is_launched"),
+    *("RankDeath", "LaunchExit", "ExitRecords", "has_begun", "is_final"),
     *("record_begun", "record_death", "record_halt", "record_start", "record_exit", "record_watch"),
 ]
-
-VERDICT = "DDPFORGE_VERDICT"  # the environment variable with the path of the file
-STARTED = "DDPFORGE_STARTED"  # the environment variable with the start of the launch, in seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,6 @@ class LaunchExit:
     reported: bool = False  # True if a rank reported `code`; otherwise it is the launcher's
     error: str | None = None  # the first error that a rank reported
     watched: str | None = None  # the failure of a starting rank, reported by a watchdog
-
-
-def is_launched() -> bool:
-    """True in a rank that `process.start` has started. That launch reports failures that ranks cannot."""
-    return VERDICT in os.environ
 
 
 def record_start() -> None:

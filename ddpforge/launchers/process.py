@@ -13,11 +13,12 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any
 
-from ddpforge.launchers.exit_record import VERDICT, ExitRecords, LaunchExit
-from ddpforge.launchers.signal_policy import is_second_request, received_signal
+from ddpforge.launchers.exit_record import ExitRecords, LaunchExit
 from ddpforge.launchers.store import ADDRESS, clock_at, store_at
 from ddpforge.launchers.torchrun import variables_for
+from ddpforge.local_world import VERDICT
 from ddpforge.machine import process_state
+from ddpforge.ranks.signal_policy import is_second_request, received_signal
 
 __all__ = ["PATIENCE", "launch", "start"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from textwrap import dedent
 
 from ddpforge.errors import SetupError, UsageError
-from ddpforge.local_world import use_launcher_env
+from ddpforge.interfaces.environment import Environment
 
-__all__ = ["Job", "export_slurm_env", "indices", "script", "seconds"]
+__all__ = ["Job", "SlurmEnvironment", "export_slurm_env", "indices", "script", "seconds"]
 
 _PORTS, _MANY = 20_000, 12_000  # first port and their number: below Linux's ephemeral ports, above those of a launch
 
@@ -200,13 +200,19 @@ def _function(*lines: str, joint: str = "\n    ") -> str:
 
 
 # ---------------------------------------------------------------------------------------------- in a step
+class SlurmEnvironment(Environment):
+    """Step of a Slurm job whose tasks are the ranks."""
+
+    def export_variables(self) -> None:
+        """Sets torchrun's variables from those of the step."""
+        export_slurm_env()
+
+
 def export_slurm_env(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Sets torchrun's environment variables in a Slurm step (`srun`) of several tasks; True if it did.
 
-    Does nothing if a launcher has set RANK. Raises SetupError if the variables of the launcher are incomplete, or if
-    Slurm's variables do not name the other tasks.
+    Does nothing if a launcher has set RANK. Raises SetupError if Slurm's variables do not name the other tasks.
     """
-    use_launcher_env(environ)
     # Of the step: SLURM_NTASKS is that of the whole job.
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environ or "SLURM_PROCID" not in environ or size == 1:

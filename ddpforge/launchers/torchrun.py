@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpforge.errors import ExitCode, SetupError
 from ddpforge.fast_import import gc_paused
-from ddpforge.launchers.exit_record import VERDICT, ExitRecords, is_final, record_death
+from ddpforge.launchers.exit_record import ExitRecords, is_final, record_death
 from ddpforge.launchers.nodes import ALONE, ENDPOINT, NODES
 from ddpforge.launchers.rendezvous import LOST, QUIET, meet, saying_after
 from ddpforge.launchers.store import ADDRESS
-from ddpforge.local_world import cores_per_rank
+from ddpforge.local_world import VERDICT, cores_per_rank
 from ddpforge.machine import terminate_with_parent
 
 __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]

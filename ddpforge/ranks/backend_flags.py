@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddpforge.errors import StrategyError
-from ddpforge.ranks.scheduling import policy_restored
+from ddpforge.ranks.environment import environment
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -38,12 +38,12 @@ def set_backend_flags(train: TrainSection) -> None:
 
 @contextmanager
 def restored_backend_flags() -> Iterator[None]:
-    """Restores torch's switches and the scheduling policy of threads on exit."""
+    """Restores torch's switches on exit, and changes of this process by its environment."""
     matmul, convolutions = _matmul(), torch.backends.cudnn.allow_tf32
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with policy_restored():
+        with environment().running():
             yield
     finally:
         if matmul:

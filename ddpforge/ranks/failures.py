@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 
 from ddpforge import disk
 from ddpforge.errors import ExitCode, ForgeError, SetupError
+from ddpforge.ranks.heartbeat import RankStatus
 from ddpforge.secret_redaction import redact
 
 __all__ = ["FailureRecord", "Failures", "is_symptom", "phrase", "recorded_causes"]
@@ -51,6 +52,19 @@ class FailureRecord:
     def facts(self) -> dict[str, Any]:
         """Returns rank, error and exit code as a JSON object."""
         return {"rank": self.rank, "error": str(self), "exit_code": int(self.exit_code)}
+
+    def with_ranks(self, rows: Sequence[RankStatus], waited_for: Sequence[int] = ()) -> dict[str, Any]:
+        """Returns the contents of `failure.json`: this cause, and the status of the ranks."""
+        mine = next((row for row in rows if row.rank == self.rank), None)
+        return {
+            **self.facts(),
+            "told_by": "rank" if self.self_reported else "watch",
+            "phase": mine and mine.phase,
+            "step": mine and mine.step,
+            "seconds": mine and mine.seconds,
+            "waited_for": [*(waited_for or [self.rank])],
+            "ranks": [row._asdict() for row in rows],
+        }
 
 
 def is_symptom(error: BaseException) -> bool:

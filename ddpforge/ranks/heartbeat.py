@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Callable
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "END",
     "WORDS",
     "Heartbeat",
+    "RankStatus",
     "beat",
     "current",
     "enter_step",
@@ -18,6 +21,7 @@ __all__ = [
     "finish_on_device",
     "follow",
     "follow_forward",
+    "here",
     "mark_exited",
     "reset_beats",
     "seconds_by_phase",
@@ -56,6 +60,60 @@ class Heartbeat(NamedTuple):
     def of(cls, words: memoryview[int]) -> Heartbeat:
         """Decodes the place from `words`."""
         return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000, words[5])
+
+
+class RankStatus(NamedTuple):
+    """Status of a rank: its phase and step, and the seconds since its last heartbeat.
+
+    beats: the number of heartbeats so far.
+    at: the current Python line of its main thread.
+    cut_off: seconds for which its watchdog has not reached the launcher's store.
+    answers: the row was written after a call for status.
+    left: the rank has reported its own end, and needs no watchdog.
+    time: when the row was written, in seconds since 1970.
+    on_device: the newest step whose forward passes its device has finished; 0 if not known.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    beats: int
+    seconds: float
+    frozen: bool = False
+    at: str = ""
+    cut_off: float = 0.0
+    answers: bool = False
+    left: bool = False
+    time: float = 0.0
+    on_device: int = 0
+
+    @classmethod
+    def read(cls, found: Any) -> RankStatus:
+        """Returns the row in an object from JSON. Raises TypeError or ValueError if it is not a row."""
+        row = cls(**found)
+        if not all(
+            isinstance(number, int | float)
+            for number in (row.rank, row.step, row.beats, row.seconds, row.time, row.on_device)
+        ):
+            raise ValueError("not a row")
+        return row
+
+    def as_of(self, time: float) -> RankStatus:
+        """Returns the row as it would be at a later `time` without a new heartbeat."""
+        return self._replace(seconds=self.seconds + max(0.0, time - self.time), time=max(time, self.time))
+
+    def location(self) -> str:
+        """Returns phase and step in words, as "forward of step 3"."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+    def __str__(self) -> str:
+        at = f", at {self.at}" if self.at else ""
+        frozen = ", frozen" if self.frozen else ""
+        device = f", its device has finished forward of step {self.on_device}" if self.on_device else ""
+        place = f"rank {self.rank} on {self.host} (pid {self.pid}): {self.location()}"
+        return f"{place} for {self.seconds:.0f} s{frozen}{at}{device}"
 
 
 def beat(phase: int) -> None:
@@ -135,3 +193,10 @@ def use_shared_memory(words: memoryview[int]) -> None:
     global _words, _count
     words[0], words[1], words[2], words[3], words[4], words[5] = START, 0, 0, 0, 0, 0
     _words, _count = words, itertools.count(16, 16).__next__
+
+
+def here(rank: int) -> RankStatus:
+    """Returns the row of this process, a rank that reports its own failure."""
+    place = current()
+    where = (rank, os.uname().nodename, os.getpid(), NAMES[place.phase], place.step, place.beats, 0.0)
+    return RankStatus(*where, left=True, time=time.time())

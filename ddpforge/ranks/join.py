@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -23,15 +22,13 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ddpforge import compat
-from ddpforge.errors import ExitCode, PeerFailed, SetupError, StrategyError
+from ddpforge.errors import SetupError, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World, device_kind
-from ddpforge.launchers.nodes import NODES, fixed_number
 from ddpforge.machine import ephemeral_ports
 from ddpforge.ranks.backend_flags import set_backend_flags
 from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 from ddpforge.ranks.devices import DeviceCheck, choose_device, cpu_requested, device_type
-from ddpforge.ranks.network_interface import choose_interface
-from ddpforge.ranks.scheduling import set_batch_policy
+from ddpforge.ranks.environment import environment
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -71,14 +68,11 @@ def join(train: TrainSection, strategy: Strategy) -> World:
         StrategyError: the launcher contradicts the recipe, or the world size is not the announced one
         SetupError: nodes are missing, or cannot reach each other
     """
-    _reject_fewer_nodes()
     _reject_contradictions(train, strategy.launcher)
-    choose_interface()
     set_backend_flags(train)
     device = choose_device(device_type(train), asked=train.device != "auto" or cpu_requested())
     kind = device_kind(device)
-    if kind.is_host and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        set_batch_policy()
+    environment().before_join(device)
     timeout = timedelta(seconds=train.collective_timeout.seconds)
     with _ports_named():
         agreement = DeviceCheck(device, timeout)
@@ -235,39 +229,6 @@ def _check_world(accelerator: Accelerator) -> None:
                 f"accelerate launch --multi_gpu --num_processes {asked} -m ddpforge run RECIPE",
             ],
         )
-
-
-def _reject_fewer_nodes() -> None:
-    """Raises SetupError if torchrun was started for a fixed number of nodes, but continued without some."""
-    # torchrun's rendezvous compares heartbeats by the nodes' wall clocks. It drops a node whose clock is wrong.
-    asked, got = nodes_asked_for(), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if asked is None or got >= asked:
-        return
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    raises = SetupError if speaks else partial(PeerFailed, ExitCode.ENVIRONMENT)
-    raise raises(
-        f"only {got} of {asked} nodes have joined: the launcher on {socket.gethostname()} considers the others dead",
-        hints=[
-            "compare the clocks of all nodes (`date`): the rendezvous needs equal times, so use chrony or ntpd",
-            "`ddpforge launch --nnodes A:B` if fewer nodes may train",
-        ],
-    )
-
-
-def nodes_asked_for() -> int | None:
-    """Returns the fixed number of nodes that torchrun was started for; None if there is none.
-
-    Reads it from the environment of `ddpforge launch`, or from the command line of a bare torchrun.
-    """
-    if number := os.environ.get(NODES):
-        return fixed_number([f"--nnodes={number}"])
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    try:
-        words = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):
-        return None
-    return fixed_number(words) if any("torchrun" in word or "torch.distributed" in word for word in words) else None
 
 
 def processes_asked_for() -> int:

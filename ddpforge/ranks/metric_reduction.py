@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -14,53 +13,7 @@ from torch import Tensor
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, device_kind, in_float64
 
-__all__ = ["Float32Pair", "MetricReduction"]
-
-
-@dataclass(frozen=True, slots=True)
-class Float32Pair:
-    """Sum in two float32 tensors of one shape, for devices without float64: `high`, and in `low` its rounding errors.
-
-    Adding is exact to about 45 bits, in ten kernels, and does not wait for the device. See Dekker, "A floating-point
-    technique for extending the available precision" (1971).
-    """
-
-    high: Tensor
-    low: Tensor
-
-    @classmethod
-    def of(cls, values: Tensor | float) -> Float32Pair:
-        """Returns `values` as a pair; integers, and float64 from the host, keep 48 bits."""
-        values = torch.as_tensor(values).detach()
-        high = values.to(torch.float32, copy=True)
-        exact = values.dtype != torch.float64 and (values.is_floating_point() or values.dtype == torch.bool)
-        return cls(high, torch.zeros_like(high) if exact else (values - high.to(values.dtype)).float())
-
-    def __add__(self, other: Float32Pair | Tensor | float) -> Float32Pair:
-        more = other if isinstance(other, Float32Pair) else Float32Pair.of(other)
-        added = self.high + more.high
-        part = added - self.high
-        error = (self.high - (added - part)) + (more.high - part)
-        low = (self.low + more.low + error).nan_to_num(0.0, 0.0, 0.0)  # of an infinite sum it is NaN
-        high = added + low
-        return Float32Pair(high, low - (high - added))
-
-    __radd__ = __add__
-
-    @property
-    def shape(self) -> torch.Size:
-        """Returns the shape of the sum."""
-        return self.high.shape
-
-    @property
-    def ndim(self) -> int:
-        """Returns the number of dimensions of the sum."""
-        return self.high.ndim
-
-    @property
-    def device(self) -> torch.device:
-        """Returns the device of the sum."""
-        return self.high.device
+__all__ = ["MetricReduction"]
 
 
 class _Column(NamedTuple):
@@ -92,9 +45,9 @@ class _Form(NamedTuple):
             return _NUMBERS
         if isinstance(quantity, Total):
             count = quantity.count
-            if not quantity.sum.ndim and not isinstance(count, Tensor | Float32Pair):
+            if not quantity.sum.ndim and not isinstance(count, Tensor):
                 return _NUMBERS
-            counts = tuple(count.shape) if isinstance(count, Tensor | Float32Pair) else ()
+            counts = tuple(count.shape) if isinstance(count, Tensor) else ()
             return cls((tuple(quantity.sum.shape), counts))
         return cls(columns=tuple(map(_Column.of, quantity.columns)))
 
@@ -208,20 +161,21 @@ def _converted(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return in_float64(rows) if dtype == torch.float64 else rows.detach().to(dtype)
 
 
-def _joined(values: Iterable[Tensor | Float32Pair | float]) -> Tensor:
+def _joined(values: Iterable[Tensor | float]) -> Tensor:
     """Returns the values as one row of float64, on the device if any value is there. Host values need one copy.
 
-    The row is on the host if a device lacks float64: its values then need one copy, which waits for it.
+    Values of a device without float64 are copied to the host, which waits for it.
     """
     host: list[float] = []
     there: list[tuple[int, Tensor]] = []  # number of host values before it, and the values on a device
-    for value in _without_pairs([*values]):
+    for given in values:
+        value = in_float64(given) if isinstance(given, Tensor) else given
         if not isinstance(value, Tensor):
             host.append(value)
         elif value.device.type != "cpu":
-            there.append((len(host), value.detach().double().reshape(-1)))
+            there.append((len(host), value.reshape(-1)))
         elif value.ndim:
-            host += value.detach().double().reshape(-1).tolist()
+            host += value.reshape(-1).tolist()
         else:
             host.append(value.item())
     row = torch.tensor(host, dtype=torch.float64)
@@ -232,23 +186,6 @@ def _joined(values: Iterable[Tensor | Float32Pair | float]) -> Tensor:
     ends = [*(place for place, _ in there[1:]), len(row)]
     behind = ((mine, sent[place:end]) for (place, mine), end in zip(there, ends, strict=True))
     return torch.cat([sent[: there[0][0]], *chain.from_iterable(behind)])
-
-
-def _without_pairs(values: Sequence[Tensor | Float32Pair | float]) -> Iterator[Tensor | float]:
-    """Yields the values; those in pairs, and those of a device without float64, as float64 on the host."""
-
-    def lacks(value: object) -> bool:
-        return isinstance(value, Tensor | Float32Pair) and not device_kind(value.device).has_float64
-
-    pairs = [one if isinstance(one, Float32Pair) else Float32Pair.of(one) for one in values if lacks(one)]
-    flat = [part.reshape(-1) for pair in pairs for part in (pair.high, pair.low)]
-    host = iter(torch.split(torch.cat(flat).cpu().double(), [len(part) for part in flat]) if flat else ())
-    for value in values:
-        if not lacks(value):
-            yield value  # type: ignore[misc]
-            continue
-        high, low = next(host), next(host)
-        yield torch.where(high.isfinite(), high + low, high)  # the rounding error of an infinite sum is NaN
 
 
 def _shaped(numbers: Sequence[float], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

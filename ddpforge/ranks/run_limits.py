@@ -13,10 +13,10 @@ from pathlib import Path
 from ddpforge import disk
 from ddpforge.errors import UsageError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.launchers.exit_record import STARTED
 
-__all__ = ["STOP", "RunLimits", "seconds_of"]
+__all__ = ["STARTED", "STOP", "RunLimits", "seconds_of"]
 
+STARTED = "DDPFORGE_STARTED"  # the environment variable with the start of the launch, in seconds since 1970
 STOP = "STOP"  # the file's name
 _LOOK = 1.0  # seconds between two checks of the disk
 log = logging.getLogger("ddpforge")

@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddpforge.errors import StoppedBeforeStart
-from ddpforge.launchers.exit_record import is_launched
-from ddpforge.launchers.signal_policy import handle_signals, handling_signals, is_second_request
+from ddpforge.local_world import is_launched
+from ddpforge.ranks.signal_policy import handle_signals, handling_signals, is_second_request
 
 __all__ = ["StopRequests", "leave_stopping_to_the_rank", "stop_requested", "stopping_early"]
 __all__ += ["NoData", "training_begins", "waiting_for_data"]

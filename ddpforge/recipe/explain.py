@@ -14,10 +14,18 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import Diagnostic, PluginError, SourceSpan
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SOURCES, Layers, inside, kind_at, used_name
-from ddpforge.recipe.renamed import new_component, now_called, renamed_value
+from ddpforge.recipe.renamed import new_component, now_called, renamed_value, why_dropped
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
-from ddpforge.recipe.vocabulary import Vocabulary, choice_meant, duration_meant, foreign_use, precision_meant
+from ddpforge.recipe.vocabulary import (
+    Vocabulary,
+    choice_meant,
+    duration_meant,
+    foreign_use,
+    hints_of_words,
+    instead_of_never,
+    precision_meant,
+)
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -91,7 +99,8 @@ class Explainer:
             near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
             near = [] if choice_meant(value) == "" else near
             near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
-            near += ['set train.fp8 = "tensorwise", with precision = "bf16"'] if "fp8" in str(value).lower() else []
+            near = why_dropped(path, self._use(path[:-1]), value) or near
+            near += hints_of_words(value)
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
@@ -105,7 +114,7 @@ class Explainer:
             hints = [*self._share(path, value), self._unit(path, value)] if needs_unit else []
             if is_duration and (meant := duration_meant(value)):
                 hints.append(f'write {dotted(path[-1:])} = "{meant}"')
-            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *_instead_of_never(path, value))
+            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *instead_of_never(path, value))
 
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
@@ -114,6 +123,9 @@ class Explainer:
             message, new, written = found
             self._meant.add(new)
             self.add(path, message, *written, *self._way_to_upgrade(path), on_key=True)
+            return
+        if hints := why_dropped(path, self._use(path[:-1])):
+            self.add(path, f"unknown key `{dotted(path[-1:])}` {self._in(path[:-1])}", *hints, on_key=True)
             return
         section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
@@ -166,7 +178,7 @@ class Explainer:
         if self.vocabulary.takes_duration(path):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             hints = [*self._share(path, value), self._unit(path, value)] if number and value else []
-            hints += _instead_of_never(path, value)
+            hints += instead_of_never(path, value)
             self.add(path, f"`{dotted(path)}` must be a duration, not {kind_of(value)}", *hints)
             return
         name = f"[{dotted(path)}]" if expected == ["a table"] else f"`{dotted(path)}`"
@@ -224,8 +236,12 @@ class Explainer:
             return "at the top of the recipe"
         if isinstance(table[-1], int):
             return f"in `{dotted(table)}`"
-        use = used_name(table, inside(self.layers.tables, table)) if self._kind_at(table) else None
+        use = self._use(table)
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
+
+    def _use(self, table: KeyPath) -> Value:
+        """Returns the `use` of the component with this table; None if it is no component's."""
+        return used_name(table, inside(self.layers.tables, table)) if table and self._kind_at(table) else None
 
     def _kind_at(self, path: KeyPath) -> str | None:
         return kind_at(path, self.layers.tables)
@@ -242,18 +258,6 @@ class Explainer:
 def _own_name(path: KeyPath) -> str | None:
     """Returns the component that a table without `use` implies."""
     return str(path[-1]) if path[0] in NAMED_SLOTS else None
-
-
-_NEVER = {
-    ("train", "eval_every"): "to train without evaluations, remove [data.eval]",
-    ("checkpoint", "every"): "saving cannot be turned off; keep = { last = 1 } in [checkpoint] keeps one checkpoint",
-    ("track", "every"): 'metrics are always written; every = "1000st" writes few rows',
-}
-
-
-def _instead_of_never(path: KeyPath, value: object) -> list[str]:
-    off = value is False or str(value).lower() in ("never", "none", "no", "off", "false", "0", "")
-    return [_NEVER[path]] if off and path in _NEVER else []
 
 
 def _choice_meant(value: object, choices: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Names of recipe version 1 and their names in version 2, as `renamed.toml` lists them."""
+"""Names of recipe version 1 and their names in version 2, and dropped names, as `renamed.toml` lists them."""
 
 from __future__ import annotations
 
@@ -95,6 +95,33 @@ def new_component(kind: str | None, use: str) -> str:
     name = use.removeprefix(_OWN)
     found = {new for (known, old), new in components().items() if old == name and kind in (None, known)}
     return own + found.pop() if found else use
+
+
+# ---------------------------------------------------------------------------------------------- dropped
+def _dropped(path: KeyPath, use: object) -> dict[str, Any] | None:
+    """Returns the row for a key, or for an option of the component `use`; None if nothing of it was dropped."""
+    own = use.removeprefix(_OWN) if isinstance(use, str) else None
+    rows = (row for row in _table()["dropped"] if (own in row["of"] if "of" in row else use is None))
+    return next((row for row in rows if row["key"] == (path[-1] if "of" in row else dotted(path))), None)
+
+
+def why_dropped(path: KeyPath, use: object, value: object = None) -> list[str]:
+    """Returns a hint if a version has dropped this key, or this `value` of it; else nothing."""
+    row = _dropped(path, use)
+    if row is None or (value not in row["values"] if "values" in row else value is not None):
+        return []
+    what = f'"{value}"' if "values" in row else f"`{path[-1]}`"
+    return [f"{what} was dropped in {row['since']}: {row['instead']}"]
+
+
+def without_dropped(table: Table, path: KeyPath, use: object) -> Table:
+    """Returns the table of the component `use` without dropped options that have their default."""
+
+    def is_default(key: str, value: Value) -> bool:
+        row = _dropped((*path, key), use)
+        return row is not None and "default" in row and row["default"] == value
+
+    return {key: value for key, value in table.items() if not is_default(key, value)}
 
 
 # ---------------------------------------------------------------------------------------------- of one recipe

@@ -363,7 +363,7 @@ class TrainSection(Section):
     device: Annotated[str, AfterValidator(_device), Resume.FREE] = Field(
         default="auto",
         max_length=100,
-        description='Devices to compute on: "cpu", "cuda" (also AMD\'s GPUs), "mps", "xpu", or the name of a plugin\'s;'
+        description='Devices to compute on: "cpu", "cuda", or the name of a plugin\'s;'
         ' "auto": the machine\'s GPU if there is one. A GPU that torch cannot use is an error, not a run on the CPU.',
     )
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Resume.TUNABLE] = Field(

@@ -14,7 +14,7 @@ from ddpforge import disk
 from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.bundled import bundled
 from ddpforge.recipe.layers import NAMED_SLOTS, find
-from ddpforge.recipe.renamed import Names, earlier_defaults
+from ddpforge.recipe.renamed import Names, earlier_defaults, without_dropped
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.schema import VERSION, Recipe
 from ddpforge.recipe.toml import Source, Table, Value, loads, parse, read, toml_value
@@ -69,7 +69,10 @@ def upgrade_tables(text: str) -> Table:
     A recipe that cannot be upgraded, which no version of ddpforge writes, keeps its names.
     """
     tables = loads(text)
-    return loads(upgraded_or_same(Source(RESOLVED, text))) if is_old(tables) else tables
+    tables = loads(upgraded_or_same(Source(RESOLVED, text))) if is_old(tables) else tables
+    if isinstance(strategy := tables.get("strategy"), dict):
+        tables["strategy"] = without_dropped(strategy, ("strategy",), strategy.get("use"))
+    return tables
 
 
 def upgraded_or_same(source: Source) -> str:

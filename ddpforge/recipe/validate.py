@@ -31,7 +31,7 @@ from ddpforge.recipe.layers import (
     strings,
     used_name,
 )
-from ddpforge.recipe.renamed import new_component
+from ddpforge.recipe.renamed import new_component, without_dropped
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.run_plan import plan_batch
 from ddpforge.recipe.schema import VERSION, Recipe, SourceComponent, TrackSection, TrainSection, on_one_line, written
@@ -174,6 +174,7 @@ class _Validation:
         if model is None:
             return
         table = inside(self.layers.tables, path)
+        table = without_dropped(table, path, used_name(path, table))
         options = {key: table[key] for key in table.keys() - {"use"} - _framework_keys(path, table).keys()}
         try:
             self.options[path], self.plain[path] = _complete(model, options)

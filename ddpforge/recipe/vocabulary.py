@@ -180,6 +180,18 @@ def choice_meant(value: object) -> str | None:
     return known.get(str(value).lower().partition(":")[0])
 
 
+def hints_of_words(value: object) -> list[str]:
+    """Returns the hints for words within a value, e.g. "fp8-mixed"."""
+    return [hint for word, hint in _other_tools()["within"].items() if word in str(value).lower()]
+
+
+def instead_of_never(path: KeyPath, value: object) -> list[str]:
+    """Returns a hint for a duration that cannot be turned off, if the value tries that."""
+    off = value is False or str(value).lower() in ("never", "none", "no", "off", "false", "0", "")
+    hint = _other_tools()["never"].get(dotted(path)) if off else None
+    return [hint] if hint else []
+
+
 _SPELLED = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([A-Za-z]+)")
 
 

@@ -24,7 +24,6 @@ _REDUCED = {
     "none": "float32",
     "fp16": "float16",
     "bf16": "bfloat16",
-    "powersgd": "float32, of a low-rank approximation",
 }
 _UNUSED = ("or set strategy.find_unused_parameters = true, which walks the graph in every step",)
 
@@ -60,22 +59,13 @@ class DDP(Strategy):
             bool, Field(description="Let .grad point into the buckets, which saves one copy of the gradients.")
         ] = True,
         compression: Annotated[
-            Literal["none", "fp16", "bf16", "powersgd"],
+            Literal["none", "fp16", "bf16"],
             Field(description="Compress gradients for the all-reduce; results then differ from those of one process."),
         ] = "none",
-        powersgd_rank: Annotated[
-            int, Field(ge=1, le=1024, description="Rank of PowerSGD's approximation (Vogels et al., 2019).")
-        ] = 1,
-        powersgd_start: Annotated[
-            int, Field(ge=2, le=2**31, description="Steps of plain all-reduce before PowerSGD begins.")
-        ] = 1000,
     ) -> None:
         self._may_be_unused = find_unused_parameters or static_graph
         self._compression = compression
         self.contract = replace(self.contract, reduce_dtype=_REDUCED[compression])
-        self._powersgd = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
-        if self._powersgd:
-            self.contract = replace(self.contract, optimizers="one")  # its memory belongs to one reducer
         self._options: dict[str, Any] = {
             "init_sync": False,  # `_share` does it
             "bucket_cap_mb": bucket_cap_mb,
@@ -141,9 +131,7 @@ class DDP(Strategy):
 
         Each update has a wrapper with its own buckets, which neither waits for nor sends other updates' gradients.
         """
-        from ddpforge.strategies.comm_hooks import PowerSGD
         from ddpforge.strategies.ddp_replica import Wrapped
 
         mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-        powersgd = PowerSGD(*self._powersgd, self.world.global_ranks) if self._powersgd else None
-        return Wrapped.of(model, mine, self._options, self._compression, powersgd)
+        return Wrapped.of(model, mine, self._options, self._compression)

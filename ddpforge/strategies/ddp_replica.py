@@ -11,8 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpforge import compat
-from ddpforge.interfaces import CanonicalState, SavedTensor
-from ddpforge.strategies.comm_hooks import DeferredAllReduce, PowerSGD
+from ddpforge.strategies.comm_hooks import DeferredAllReduce
 from ddpforge.strategies.torch_replica import WholeReplica
 
 __all__ = ["DDPReplica", "Wrapped"]
@@ -45,7 +44,6 @@ class Wrapped(NamedTuple):
 
     module: DistributedDataParallel
     holds_back: DeferredAllReduce | None
-    powersgd: PowerSGD | None
 
     @classmethod
     def of(
@@ -54,22 +52,18 @@ class Wrapped(NamedTuple):
         trained: Collection[int],
         options: Mapping[str, Any],
         compression: str,
-        powersgd: PowerSGD | None,
     ) -> Wrapped:
         """Wraps `model` to reduce the gradients of parameters with an `id` in `trained`."""
         given: dict[str, Any] = {**options, **compat.leaves_buffers()}
         with _frozen(parameter for parameter in model.parameters() if id(parameter) not in trained):
             module = DistributedDataParallel(model, **given)
         hook: Any = _HOOKS.get(compression)
-        if powersgd:
-            powersgd.look_at(model)
-            hook = powersgd.reduce
         holds_back = DeferredAllReduce(hook or default_hooks.allreduce_hook) if options["static_graph"] else None
         if holds_back:
             hook = holds_back.reduce
         if hook is not None:
             module.register_comm_hook(None, hook)
-        return cls(module, holds_back, powersgd)
+        return cls(module, holds_back)
 
 
 class DDPReplica(WholeReplica):
@@ -80,7 +74,6 @@ class DDPReplica(WholeReplica):
         super().__init__(*parts, module=self._now.module, **options)
         for other in list(wrapped.values())[1:]:
             self.compile(other.module)
-        self._powersgd = self._now.powersgd
 
     @contextmanager
     def select_update(self, name: str) -> Iterator[None]:
@@ -96,19 +89,9 @@ class DDPReplica(WholeReplica):
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Also postpones the all-reduce until the last micro-batch of the step."""
-        wrapped, holds_back, _ = self._now
+        wrapped, holds_back = self._now
         if holds_back is not None:
             holds_back.held = not last
         elif not last:
             return _both(wrapped.no_sync(), super().forward(last=last))
         return super().forward(last=last)
-
-    def remembered(self) -> Mapping[str, Any]:
-        """Also returns the memory of PowerSGD, which includes this rank's own errors."""
-        return {**super().remembered(), **(self._powersgd.capture() if self._powersgd else {})}
-
-    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Restores everything on every rank, and this rank's memory of PowerSGD."""
-        super().load_state(state, partial=partial)
-        if self._powersgd and not partial:
-            self._powersgd.restore(state.extra_state)

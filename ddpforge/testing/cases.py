@@ -203,6 +203,9 @@ def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] =
     return chosen
 
 
+_HOOKS = tuple(f"ddpforge.{name}" for name in ("check", "command", "environment", "format"))  # not components
+
+
 def _groups(distribution: str) -> set[str] | None:
     """Returns the groups of a distribution's entry points; None if it is not installed."""
     try:
@@ -215,7 +218,7 @@ def _check_groups(distribution: str) -> None:
     """Raises UsageError for entry points in an unknown group with a name that begins with ddpforge."""
     known = [f"ddpforge.{kind}" for kind in KINDS]
     for group in sorted(_groups(distribution) or ()):
-        if group.startswith("ddpforge") and group not in known:
+        if group.startswith("ddpforge") and group not in (*known, *_HOOKS):
             near = get_close_matches(group, known, n=1)
             raise UsageError(
                 f"`{distribution}` has entry points in the group `{group}`, which belongs to no kind of component",

@@ -17,7 +17,7 @@ from typing import Any
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
-from ddpforge.launchers.signal_policy import received_signal
+from ddpforge.ranks.signal_policy import received_signal
 from ddpforge.testing.cases import Case
 from ddpforge.testing.ranks import run_ranks
 from ddpforge.testing.registered_checks import checks_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ddpforge.interfaces import Ranks
-from ddpforge.launchers.exit_record import record_halt
+from ddpforge.ranks.environment import environment
 from ddpforge.ranks.run_limits import NoLimits, RunLimits
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.training.cadence import Alarm, Stopwatch
@@ -124,7 +124,7 @@ class Consensus:
     def _count(self, means: dict[str, float]) -> Decision:
         self.agreed = self._ballot.count(means)
         if HALT in self.agreed.wanted:
-            record_halt()
+            environment().on_halt()
             self.halt.acknowledge()
         return self.agreed
 

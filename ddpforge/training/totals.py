@@ -12,7 +12,6 @@ from torch import Tensor
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import SampleColumns, Task, Total, device_kind, device_kinds
-from ddpforge.ranks.metric_reduction import Float32Pair
 
 __all__ = ["add", "exact", "items_of", "loss_total", "suspended_autocast"]
 
@@ -37,7 +36,7 @@ def loss_total(loss: Tensor, items: Tensor | int) -> Total:
 
 
 def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
-    """Returns a copy that can be added up, with totals in float64, or in a `Float32Pair` if the device lacks it."""
+    """Returns a copy that can be added up, with totals in float64, on the host if the device lacks it."""
     # CUDA graphs reuse the memory of outputs. In bfloat16, 256 + 1 is 256.
     if isinstance(quantity, SampleColumns):
         return SampleColumns(
@@ -51,15 +50,13 @@ def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
 
 def _exact_total(total: Total) -> Total:
     count: Any = _wide(total.count) if isinstance(total.count, Tensor) else total.count
-    values: Any = _wide(total.sum)
-    return Total(values, count)
+    return Total(_wide(total.sum), count)
 
 
-def _wide(values: Tensor) -> Tensor | Float32Pair:
-    """Returns a copy of values that can be added up with the precision of float64, on their device."""
-    if not device_kind(values.device).has_float64:
-        return Float32Pair.of(values)
-    return values.detach().to(torch.float64, copy=True)
+def _wide(values: Tensor) -> Tensor:
+    """Returns a copy of values in float64, on the host if their device lacks it."""
+    values = values.detach()
+    return (values if device_kind(values.device).has_float64 else values.cpu()).to(torch.float64, copy=True)
 
 
 @contextmanager

@@ -21,17 +21,18 @@ if __name__ == "__main__":
     sys.path[0] = __file__.removesuffix("/ddpforge/watchdog/agent.py")
 
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.exit_record import is_launched, record_exit
+from ddpforge.launchers.exit_record import record_exit
+from ddpforge.launchers.scheduling import Contention
+from ddpforge.local_world import is_launched
 from ddpforge.ranks.heartbeat import WORDS
-from ddpforge.ranks.scheduling import Contention
 from ddpforge.watchdog.monitor import Limits, Monitor
 from ddpforge.watchdog.process import Process
 from ddpforge.watchdog.status_board import StatusBoard, within
 
 if TYPE_CHECKING:
+    from ddpforge.ranks.heartbeat import RankStatus
     from ddpforge.watchdog.culprit import Culprit
     from ddpforge.watchdog.reporter import RunFolderReporter
-    from ddpforge.watchdog.status_board import RankStatus
 
 __all__ = ["EarlyReporter", "main"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddpforge.watchdog.status_board import RankStatus
+from ddpforge.ranks.heartbeat import RankStatus
 
 __all__ = ["Culprit", "find_culprit"]
 
@@ -19,7 +19,7 @@ _WAITING = (
         "ddpforge/training/nonfinite.py",
         "ddpforge/training/step.py",
         "ddpforge/ranks/metric_reduction.py",
-        *("torch/cuda/", "torch/xpu/", "torch/mps/"),
+        "torch/cuda/",
     ),
     *("ddpforge/ranks/collectives.py", "ddpforge/checkpoint/staging.py", "ddpforge/checkpoint/state.py"),
     *("ddpforge/strategies/torch_replica.py", "ddpforge/strategies/precision.py"),

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from ddpforge.ranks.heartbeat import END, EVAL, NAMES, SAVE, START, Heartbeat
+from ddpforge.ranks.heartbeat import END, EVAL, NAMES, SAVE, START, Heartbeat, RankStatus
 from ddpforge.watchdog.culprit import Culprit, find_culprit
-from ddpforge.watchdog.status_board import RankStatus
 
 __all__ = ["Limits", "Monitor", "MonitoredProcess", "Reporter"]
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from ddpforge import disk
 from ddpforge.errors import ExitCode, ForgeError
-from ddpforge.launchers.exit_record import is_launched, record_exit
+from ddpforge.launchers.exit_record import record_exit
+from ddpforge.local_world import is_launched
 from ddpforge.ranks.failures import FailureRecord, Failures
+from ddpforge.ranks.heartbeat import RankStatus
 from ddpforge.ranks.logs import keep_output
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watchdog.culprit import Culprit
-from ddpforge.watchdog.status_board import RankStatus, described
 
 __all__ = ["RunFolderReporter"]
 
@@ -44,7 +45,7 @@ class RunFolderReporter:
             print(f"warning: {error}", file=sys.stderr)
         silent, table = not self._failures.recorded(), [rows[rank] for rank in sorted(rows)]
         with suppress(ForgeError):
-            self._folder.write_failure(described(cause, table, found.ranks))
+            self._folder.write_failure(cause.with_ranks(table, found.ranks))
         with suppress(ForgeError):
             self._write_status(cause, min(row.step for row in table) - 1)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Status rows of ranks, and the board through which watchdogs exchange them: the launcher's store, or files."""
+"""Board through which watchdogs exchange the status rows of ranks: the launcher's store, or files."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from ddpforge.ranks import heartbeat
+from ddpforge.ranks.heartbeat import RankStatus
 
-if TYPE_CHECKING:
-    from ddpforge.ranks.failures import FailureRecord
-
-__all__ = ["RankStatus", "StatusBoard", "described", "here", "within"]
+__all__ = ["StatusBoard", "within"]
 
 T = TypeVar("T")
 _WAIT = 2.0  # seconds: timeout of the store and of the disk
@@ -28,81 +25,6 @@ _FIRST = "failure-first"  # the file with the first failure
 _IN_NAME = "phase-rank-name-"  # prefix of an empty file that has a row in its name
 _PLAIN = ' ,[]":'  # characters that need no quoting in a name
 _LONGEST = 255
-
-
-class RankStatus(NamedTuple):
-    """Status of a rank: its phase and step, and the seconds since its last heartbeat.
-
-    beats: the number of heartbeats so far.
-    at: the current Python line of its main thread.
-    cut_off: seconds for which its watchdog has not reached the launcher's store.
-    answers: the row was written after a call for status.
-    left: the rank has reported its own end, and needs no watchdog.
-    time: when the row was written, in seconds since 1970.
-    on_device: the newest step whose forward passes its device has finished; 0 if not known.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    phase: str
-    step: int
-    beats: int
-    seconds: float
-    frozen: bool = False
-    at: str = ""
-    cut_off: float = 0.0
-    answers: bool = False
-    left: bool = False
-    time: float = 0.0
-    on_device: int = 0
-
-    @classmethod
-    def read(cls, found: Any) -> RankStatus:
-        """Returns the row in an object from JSON. Raises TypeError or ValueError if it is not a row."""
-        row = cls(**found)
-        if not all(
-            isinstance(number, int | float)
-            for number in (row.rank, row.step, row.beats, row.seconds, row.time, row.on_device)
-        ):
-            raise ValueError("not a row")
-        return row
-
-    def as_of(self, time: float) -> RankStatus:
-        """Returns the row as it would be at a later `time` without a new heartbeat."""
-        return self._replace(seconds=self.seconds + max(0.0, time - self.time), time=max(time, self.time))
-
-    def location(self) -> str:
-        """Returns phase and step in words, as "forward of step 3"."""
-        return f"{self.phase} of step {self.step}" if self.step else self.phase
-
-    def __str__(self) -> str:
-        at = f", at {self.at}" if self.at else ""
-        frozen = ", frozen" if self.frozen else ""
-        device = f", its device has finished forward of step {self.on_device}" if self.on_device else ""
-        place = f"rank {self.rank} on {self.host} (pid {self.pid}): {self.location()}"
-        return f"{place} for {self.seconds:.0f} s{frozen}{at}{device}"
-
-
-def here(rank: int) -> RankStatus:
-    """Returns the row of this process, a rank that reports its own failure."""
-    place = heartbeat.current()
-    where = (rank, os.uname().nodename, os.getpid(), heartbeat.NAMES[place.phase], place.step, place.beats, 0.0)
-    return RankStatus(*where, left=True, time=time.time())
-
-
-def described(cause: FailureRecord, rows: Sequence[RankStatus], waited_for: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns the contents of `failure.json`."""
-    mine = next((row for row in rows if row.rank == cause.rank), None)
-    return {
-        **cause.facts(),
-        "told_by": "rank" if cause.self_reported else "watch",
-        "phase": mine and mine.phase,
-        "step": mine and mine.step,
-        "seconds": mine and mine.seconds,
-        "waited_for": [*(waited_for or [cause.rank])],
-        "ranks": [row._asdict() for row in rows],
-    }
 
 
 class StatusBoard:

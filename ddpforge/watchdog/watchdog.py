@@ -14,28 +14,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddpforge.errors import ExitCode, ForgeError, PeerFailed
+from ddpforge.errors import ExitCode, PeerFailed
+from ddpforge.interfaces.environment import Environment, RankWatch, RunAttempt
 from ddpforge.launchers.exit_record import record_watch
+from ddpforge.launchers.scheduling import runs_as_batch
 from ddpforge.launchers.store import ADDRESS
 from ddpforge.machine import STACKS, create_shared_file
 from ddpforge.ranks import heartbeat
-from ddpforge.ranks.failures import is_symptom, phrase
-from ddpforge.ranks.scheduling import runs_as_batch
 from ddpforge.watchdog import agent
+from ddpforge.watchdog.device_progress import DeviceProgress
 from ddpforge.watchdog.status_board import StatusBoard
 
 __all__ = [
-    "NullWatchdog",
     "Watchdog",
+    "WatchdogEnvironment",
     "end_startup_watch",
     "failure_of_another",
-    "raising_peer_failures",
     "report_startup_failure",
     "watch_startup",
 ]
@@ -53,57 +53,33 @@ _OLD = 15.0  # seconds; older files are of an earlier start
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-class NullWatchdog:
-    """No watchdog: the run has a single rank."""
+class WatchdogEnvironment(Environment):
+    """A watchdog process next to each of several ranks."""
 
-    def __enter__(self) -> Self:
-        return self
+    def watch(self, attempt: RunAttempt) -> RankWatch:
+        """Returns the watchdog of this rank; none for a single rank."""
+        return RankWatch() if attempt.size == 1 else Watchdog(attempt)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Does nothing."""
-
-    def call(self) -> None:
-        """Does nothing."""
+    def peer_failure(self) -> PeerFailed | None:
+        """Returns the first failure that ranks or their watchdogs report; None if there is none in time."""
+        return _peer_failed(cause) if (cause := _cause()) else None
 
 
-class Watchdog(NullWatchdog):
-    """Context manager that runs a watchdog process for this rank, see `sidecar`.
+class Watchdog(RankWatch):
+    """Context manager that runs a watchdog process for this rank, see `agent`."""
 
-    Args:
-        folder: the run's folder.
-        attempt: the token of this attempt.
-        rank: this rank.
-        size: the number of ranks.
-        strategy: the name of the strategy, for status.json.
-        hang_timeout: maximum seconds between two heartbeats; 0 for no limit.
-        compiles: True if the first step has to compile.
-        progress: reports the progress of the rank's device while the watchdog runs.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        attempt: str,
-        rank: int,
-        size: int,
-        *,
-        strategy: str,
-        hang_timeout: float,
-        compiles: bool,
-        progress: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        self._progress = progress or nullcontext()
+    def __init__(self, attempt: RunAttempt) -> None:
+        self._progress = DeviceProgress(attempt.device)
+        folder = attempt.folder.absolute()
         self._settings = {
-            "folder": str(folder.absolute()),
-            "logs": f"{folder.absolute()}/logs",
-            "attempt": attempt,
-            "rank": rank,
-            "size": size,
-            "strategy": strategy,
-            "hang_timeout": hang_timeout,
-            "compiles": compiles,
+            "folder": str(folder),
+            "logs": f"{folder}/logs",
+            "attempt": attempt.token,
+            "rank": attempt.rank,
+            "size": attempt.size,
+            "strategy": attempt.strategy,
+            "hang_timeout": attempt.hang_timeout,
+            "compiles": attempt.compiles,
             "grace": 10.0,
             "store": os.environ.get(ADDRESS, ""),
         }
@@ -227,22 +203,6 @@ def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
     return PeerFailed(
         ExitCode(cause["code"]), f"rank {cause['rank']} failed first: {cause['error']}", launcher_prints=said
     )
-
-
-@contextmanager
-def raising_peer_failures() -> Iterator[None]:
-    """Replaces a lost connection by the failure of the rank that caused it, while ranks start.
-
-    A missing rank is detected after the others have waited `train.collective_timeout` for it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_symptom(error):
-            raise
-        if cause := _cause():
-            raise _peer_failed(cause) from error
-        raise ForgeError(f"another rank did not answer before training began: {phrase(error)}") from error
 
 
 def _cause() -> Any:

@@ -190,7 +190,7 @@ def ranks(zygote: Zygote, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[in
         ended = zygote.run(["run", *arguments], nproc=nproc, cwd=run.parents[1])
         return LaunchExit(max(ended.codes))
 
-    monkeypatch.setattr("ddpforge.app.local_launch.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr("ddpforge.launchers.local.torchrun_command", lambda arguments, **_: arguments)
     monkeypatch.setattr(process, "start", start)
     return started
 

@@ -148,15 +148,15 @@ def test_run_on_another_backend_of_torch_is_that_on_the_cpu(backend: Path) -> No
     assert resumed[-1]["step"] == 14
 
 
-def test_step_reads_only_the_norm_from_a_device_without_fused_optimizers(backend: Path) -> None:
+def test_step_reads_only_norm_and_loss_from_a_device_without_fused_optimizers_and_float64(backend: Path) -> None:
     reads = {}
     for steps in (10, 20):  # of 23 in an epoch
         account = backend.parent / f"reads-{steps}"
         words = ("train.device=toyacc", f"train.length={steps}st", "track.every=100st", "checkpoint.every=100st")
         train(backend, f"of-{steps}", *words, "train.eval_every=100st", PRIVATE_READS=str(account))
         reads[steps] = account.read_text().split()
-    # A second read a step would be 20. A run reads the norms once more a second, which depends on the machine.
-    assert 9 <= reads[20].count("read") - reads[10].count("read") < 18
+    # A third read a step would be 30. A run reads the norms once more a second, which depends on the machine.
+    assert 19 <= reads[20].count("read") - reads[10].count("read") < 28
     assert "synchronize" not in reads[20]
 
 
@@ -182,7 +182,7 @@ def test_step_reads_only_the_norm_from_a_device_without_fused_optimizers(backend
         ),
         pytest.param(
             ["run", "digits", "--set", "train.sync_batchnorm=true"],
-            "train.sync_batchnorm needs CUDA or XPU, but this run is on toy",
+            "train.sync_batchnorm needs CUDA, but this run is on toy",
             marks=pytest.mark.full,
         ),
         (
@@ -208,7 +208,7 @@ def test_unsupported_setting_is_refused_before_training(site: Path, arguments: l
 def test_unknown_device_is_refused_with_the_names_of_plugins(site: Path) -> None:
     done = ddpforge(site, "check", "digits", "--set", "train.device=tpu")
     assert done.returncode == 2
-    assert "one of: auto, cpu, cuda, mps, toy, toy_pair, xpu" in done.stderr
+    assert "one of: auto, cpu, cuda, toy, toy_pair" in done.stderr
 
 
 def test_example_of_the_page_is_a_kind_of_devices(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.metrics.regression import MeanAbsoluteError
 from ddpforge.builtin.models.mlp import MLP
-from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.components.registry import Registry
 from ddpforge.data.rng import seed_all
-from ddpforge.interfaces import Duration, Horizon
+from ddpforge.interfaces import Duration, Horizon, Sequential
 from ddpforge.ranks.collectives import SingleRank
 
 REGISTRY = Registry.installed()
@@ -712,17 +711,12 @@ ELSEWHERE: dict[tuple[str, str], dict[str, str]] = {
             DDP + "the_options_are_passed_to_the_wrapped_model",
         ),
         "compression": DDP + "gradients_are_reduced_in_the_dtype_of_the_contract",
-        **dict.fromkeys(
-            ("powersgd_rank", "powersgd_start"),
-            "strategies/test_comm_hooks.py::test_compression_starts_at_its_step_and_stores_the_error",
-        ),
     },
     ("strategy", "deepspeed"): {
         "stage": ZERO + "the_contract_depends_on_the_stage",
         **dict.fromkeys(
             ("offload_optimizer", "offload_parameters", "extra"), ZERO + "the_configuration_follows_from_the_recipe"
         ),
-        "nvme_path": ZERO + "nvme_offloading_sets_a_folder",
     },
     ("strategy", "fsdp"): {
         "replicas": SHARDED + "replicas_average_over_all_ranks_and_count_each_element_once",

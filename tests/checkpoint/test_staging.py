@@ -73,7 +73,7 @@ def named_state(*, of_weights: bool = True) -> tuple[dict[str, Tensor], RankStat
     t = {name: torch.full((5,), float(number)) for number, name in enumerate(names)}
     model = {"layer.weight": t["weight"], "norm.mean": t["mean"]}
     optimizer = {"layer.weight": {"momentum": t["momentum"], "step": torch.tensor(3.0)}} if of_weights else {}
-    shared = {"powersgd": t["memory"]}
+    shared = {"memory": t["memory"]}
     return t, RankState.of(CanonicalState(model, optimizer, extra_state=shared), {"ema": {"layer.weight": t["ema"]}})
 
 

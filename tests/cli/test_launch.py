@@ -188,7 +188,7 @@ def test_options_for_nodes_and_restarts_become_flags_of_torchrun(
 
 
 def test_options_default_to_the_environment_of_torchrun(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.app.local_launch.reject_held_ports", lambda endpoint: None)
+    monkeypatch.setattr("ddpforge.launchers.local.reject_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     invoke("digits", "-n", "4", "--rdzv-endpoint", "b:7")

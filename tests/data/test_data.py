@@ -16,13 +16,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.builtin.samplers import plain
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.fetching import fetch_some
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import BatchSampler
+from ddpforge.interfaces import BatchSampler, sampler
+from ddpforge.interfaces.permutation import permute
 
 
 class Numbers:
@@ -74,7 +73,7 @@ def deal(
     options: dict[str, Any] = {"seed": 7, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
     share = RankShare(rank, ranks, micro, elastic)
     if order is None and shuffle and hasattr(data, "__len__"):
-        order = plain.Shuffled(data, options["seed"], batch, options["drop_last"])
+        order = sampler.Shuffled(data, options["seed"], batch, options["drop_last"])
     return open_data(data, order=order, global_batch=batch, share=share, **options)
 
 

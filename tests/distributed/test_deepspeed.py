@@ -21,9 +21,7 @@ EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
 HOST = 'offload_optimizer = "cpu"'
 PARAMETERS_TOO = f'{HOST}\noffload_parameters = "cpu"'
-DISK = 'offload_optimizer = "nvme"\nnvme_path = "."'
-ALL_ON_DISK = f'{DISK}\noffload_parameters = "nvme"'
-WIDE = GPT.replace("width = 16", "width = 384").replace("layers = 2", "layers = 1")  # large enough to be offloaded
+
 
 each_stage = pytest.mark.parametrize("stage", ZERO)
 stages_1_and_3 = pytest.mark.parametrize(
@@ -91,17 +89,6 @@ class Loud(nn.Module):
 
     def forward(self, x):
         return 30 * self.layers(x)
-
-class Large(nn.Module):
-    \"\"\"A large layer, and behind it one that is not trained: both are needed again right after they were used.\"\"\"
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 768), nn.Tanh(), nn.Linear(768, 768), nn.Tanh())
-        self.frozen = nn.Linear(768, 768).requires_grad_(False)
-
-    def forward(self, x):
-        return self.frozen(self.layers(x)).tanh().mean(1, keepdim=True)
 
 class Misplace(Callback):
     \"\"\"Replaces a shard of a weight by a copy that is not the strategy's.\"\"\"
@@ -323,89 +310,6 @@ def test_optimizer_state_that_differs_within_a_group_is_refused(bench: Bench) ->
     refused = run("3st", ZERO[3], fails=True)
     assert "has `step` 1 for `b` and 2 for `a`, but ZeRO has one value for both" in refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-# ---------------------------------------------------------------------------------------------- on disk
-@pytest.fixture(scope="session")
-def asynchronous_io() -> None:
-    """Builds DeepSpeed's asynchronous I/O, which takes minutes the first time."""
-    program = (
-        "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
-        "from ddpforge.strategies.deepspeed.nvme import require_io\n"
-        "AsyncIOBuilder().is_compatible() and (require_io() or print('built'))"
-    )
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    if "built" not in ended.stdout:
-        pytest.skip("no libaio here: apt-get install libaio-dev")
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param(DISK, id="optimizer", marks=pytest.mark.full),
-        pytest.param(f'{HOST}\noffload_parameters = "nvme"\nnvme_path = "."', id="weights", marks=pytest.mark.full),
-        pytest.param(ALL_ON_DISK, id="all", marks=pytest.mark.full),
-    ],
-)
-def test_nvme_offload_keeps_the_curve(bench: Bench, asynchronous_io: None, where: str) -> None:
-    """Covers averaged weights, which read and write weights that are not in memory, and a bitwise resume."""
-    options: dict[str, Any] = {"parts": WIDE, "length": "8st"}
-    bench("memory", ZERO[3], more=EMA, **options)
-    said = bench("disk", f"{ZERO[3]}\n{where}", more=EMA, **options)
-    assert "Time to load" not in said.stdout
-    bench.alike("disk", "memory")
-    assert len(list(bench.folder.glob("ddpforge-*/lock"))) == 2
-    assert not list(bench.folder.glob("ddpforge-*/**/*.swp"))  # nothing is left behind
-
-    ours, theirs = tensors(bench.newest("disk")), tensors(bench.newest("memory"))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
-
-    for step in (2, 6):
-        more = f"{EMA}{STOP.format(step=step)}"
-        assert set(bench("parts", f"{ZERO[3]}\n{where}", more=more, fails=True, **options).codes) == {75}
-    bench("parts", f"{ZERO[3]}\n{where}", more=EMA, **options)
-    assert bench.column("parts") == bench.column("disk")
-    assert bench.column("parts", "eval/loss") == bench.column("disk", "eval/loss")
-
-
-@pytest.mark.full
-def test_run_resumes_from_and_to_nvme_offload(bench: Bench, asynchronous_io: None) -> None:
-    options: dict[str, Any] = {"parts": WIDE, "length": "8st", "more": EMA}
-    bench("whole", DDP, **options)
-    for strategy, nproc, step in ((DDP, 1, 2), (f"{ZERO[3]}\n{ALL_ON_DISK}", 2, 4), (FSDP, 2, 6)):
-        stopped = bench("parts", strategy, nproc=nproc, **options | {"more": EMA + STOP.format(step=step)}, fails=True)
-        assert set(stopped.codes) == {75}, stopped.stderr
-    bench("parts", f"{ZERO[3]}\n{DISK}", **options)
-    bench.alike("parts", "whole")
-
-
-def test_nvme_offload_of_large_and_frozen_layers(bench: Bench, asynchronous_io: None) -> None:
-    options: dict[str, Any] = {"parts": POINTS.format(model="own.py:Large"), "length": "6st"}
-    bench("memory", ZERO[3], **options)
-    bench("disk", f"{ZERO[3]}\n{ALL_ON_DISK}", **options)
-    bench.alike("disk", "memory")
-    assert torch.equal(*(tensors(bench.newest(name))["model: frozen.weight"] for name in ("disk", "memory")))
-
-    stopped = bench("parts", f"{ZERO[3]}\n{ALL_ON_DISK}", more=STOP.format(step=3), fails=True, **options)
-    assert set(stopped.codes) == {75}
-    bench("parts", f"{ZERO[3]}\n{ALL_ON_DISK}", **options)
-    assert bench.column("parts") == bench.column("disk")
-
-
-def test_nvme_offload_without_effect_is_refused(bench: Bench, asynchronous_io: None) -> None:
-    for where, said in (
-        (DISK, 'strategy.offload_optimizer = "nvme": no group of parameters has 1,048,576 bytes on each of 2 ranks'),
-        ('offload_parameters = "nvme"\nnvme_path = "."', 'strategy.offload_parameters = "nvme": no parameter has'),
-        (DISK.replace('"."', '"missing"'), "is not a writable folder"),
-    ):
-        failed = bench("run", f"{ZERO[3]}\n{where}", fails=True)
-        assert 3 in failed.codes
-        assert said in failed.stderr
-        assert "Traceback" not in failed.stderr
 
 
 # ---------------------------------------------------------------------------------------------- engaged or error

@@ -94,18 +94,15 @@ def test_ddp_options_for_memory_and_speed_keep_the_curve(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compression", "tolerance", "alike"),
-    [("fp16", 0.05, 1), pytest.param("bf16", 0.05, 1, marks=pytest.mark.full), ("powersgd", 0.1, 3)],
+    ("compression", "tolerance"),
+    [("fp16", 0.05), pytest.param("bf16", 0.05, marks=pytest.mark.full)],
 )
-def test_compressed_gradients_stay_close_to_the_curve(
-    bench: Bench, compression: str, tolerance: float, alike: int
-) -> None:
-    """Compares the first losses exactly: PowerSGD begins after two steps of plain all-reduce."""
+def test_compressed_gradients_stay_close_to_the_curve(bench: Bench, compression: str, tolerance: float) -> None:
     bench("plain")
-    bench("compressed", strategy=f'compression = "{compression}"\npowersgd_start = 2')
+    bench("compressed", strategy=f'compression = "{compression}"')
     plain, compressed = bench.column("plain"), bench.column("compressed")
-    assert compressed[:alike] == pytest.approx(plain[:alike], rel=1e-6)
-    assert all(one != other for one, other in zip(compressed[alike:], plain[alike:], strict=True))
+    assert compressed[:1] == pytest.approx(plain[:1], rel=1e-6)
+    assert all(one != other for one, other in zip(compressed[1:], plain[1:], strict=True))
     assert compressed == pytest.approx(plain, rel=tolerance)
 
 

@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import pytest
 import torch
 from support import SUPPORT
 from support.launched import Ranks
 from support.sharding import DDP, EACH, RECIPE, ZERO, Bench, weights_in
-
-from ddpforge.checkpoint.reader import CheckpointReader
 
 SINGLE = 'use = "single"'
 GIVEN = RECIPE[RECIPE.index('use = "adamw"') : RECIPE.index("[strategy]")]
@@ -51,52 +48,3 @@ def test_global_step_size_is_refused_under_zero(bench: Callable[[str], Bench]) -
     failed = common("zero", ZERO[1], length="2st", fails=True)
     assert set(failed.codes) == {3}
     assert "Common does not update each element of a parameter by itself" in failed.stderr
-
-
-def test_powersgd_resumes_bitwise(bench: Callable[[str], Bench]) -> None:
-    """Resumes before, at and after the first PowerSGD step; DDP sorts its buckets anew after every start."""
-    powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 3\npowersgd_rank = 2\nbucket_cap_mb = 1'
-    wide = POINTS.format(hidden="[300, 400, 300]")
-    adam = bench("torch.optim:Adam")
-    adam("straight", powersgd, parts=wide, length="7st")
-    for length in (2, 3, 5, 7):
-        adam("parts", powersgd, parts=wide, length=f"{length}st")
-    straight, resumed = (
-        CheckpointReader(adam.newest("straight")).state(),
-        CheckpointReader(adam.newest("parts")).state(),
-    )
-    assert straight.extra_state.keys() == resumed.extra_state.keys()
-    assert {
-        f"powersgd.{kind}" for kind in ("step", "error.layers.0.weight", "q.layers.3.weight")
-    } < resumed.extra_state.keys()
-    for one, other in ((straight.model, resumed.model), (straight.extra_state, resumed.extra_state)):
-        for name, value in one.items():
-            torch.testing.assert_close(read(value), read(other[name]), rtol=0, atol=0, msg=name)
-    adam("parts", ZERO[1], length="8st", parts=wide)  # ZeRO ignores PowerSGD's state
-
-
-POINTS = """
-[model]
-use = "mlp"
-inputs = 4
-hidden = {hidden}
-outputs = 1
-[data.train]
-use = "./parts.py:Points"
-[task]
-use = "regression"
-"""
-
-
-def read(value: Any) -> torch.Tensor:
-    return value.read() if hasattr(value, "read") else torch.as_tensor(value)
-
-
-def test_powersgd_drops_a_nonfinite_gradient(bench: Callable[[str], Bench]) -> None:
-    """Skips the step with the NaN sample; the steps after it train."""
-    powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 2'
-    parts = POINTS.format(hidden="[16, 16]").replace("Points", "SpoiltPoints")
-    adam = bench("torch.optim:Adam")
-    adam("spoilt", powersgd, parts=parts, length="20st", train='on_nonfinite = "skip"')
-    norms = adam.column("spoilt", "train/grad_norm")
-    assert sum(norm is None for norm in norms) == 5  # one step in each of five epochs

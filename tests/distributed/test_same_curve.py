@@ -15,8 +15,8 @@ from support.parts import RaggedTokens
 
 from ddpforge.app.build import WEIGHTS
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import mix
+from ddpforge.interfaces.permutation import permute
 
 RECIPE = """
 recipe = 2

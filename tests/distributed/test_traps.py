@@ -295,7 +295,7 @@ def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
     """Covers trap 13."""
     failed = run(nproc=2, values=[1.0] * 2, train="sync_batchnorm = true", fails=True)
     assert set(failed.codes) == {2}
-    assert "train.sync_batchnorm needs CUDA or XPU, but this run is on cpu" in failed.stderr
+    assert "train.sync_batchnorm needs CUDA, but this run is on cpu" in failed.stderr
 
 
 # ---------------------------------------------------------------------------------------------- evaluation

@@ -13,8 +13,8 @@ from support.stages import Staged, staged
 
 from ddpforge.app.build import short_steps
 from ddpforge.app.evaluate import check_sets
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.errors import UsageError
+from ddpforge.interfaces import Shuffled
 from ddpforge.recipe import load_recipe
 
 
@@ -107,8 +107,8 @@ def test_an_unnamed_set_cannot_be_selected_by_name() -> None:
 
 
 def test_first_returns_the_first_micro_batch_of_training() -> None:
-    from ddpforge.builtin.samplers.plain import Shuffled
     from ddpforge.data import RankShare, open_data
+    from ddpforge.interfaces import Shuffled
 
     fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
     order = Shuffled(torch.arange(10), 3, 4, False)

@@ -33,7 +33,7 @@ def test_cudnn_benchmark_is_refused_with_deterministic() -> None:
 def test_sync_batchnorm_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
     found = list(check_device(chosen_with(train(sync_batchnorm=asked), ranks=ranks, device=device)))
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
-    message = "train.sync_batchnorm needs CUDA or XPU, but this run is on cpu"
+    message = "train.sync_batchnorm needs CUDA, but this run is on cpu"
     assert [each.message for each in found] == [message] * count
 
 

@@ -1,4 +1,4 @@
-"""Kinds of devices, and their calls of torch. The modules of Apple's and Intel's GPUs are doubles."""
+"""Kinds of devices, and their calls of torch. The module of a plugin's devices is a double."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +39,6 @@ class Calls:
     [
         ("cpu", {"process_group": "gloo", "pins": False, "has_streams": False, "has_float64": True, "is_host": True}),
         ("cuda", {"process_group": "cuda:nccl,cpu:gloo", "pins": True, "has_streams": True, "has_float64": True}),
-        ("xpu", {"process_group": "xpu:xccl,cpu:gloo", "pins": True, "has_streams": True, "has_float64": True}),
-        ("mps", {"backend": None, "pins": False, "has_streams": False, "has_float64": False, "is_host": False}),
     ],
 )
 def test_each_kind_declares_what_its_devices_have(name: str, expected: dict[str, Any]) -> None:
@@ -75,52 +73,14 @@ def test_device_of_a_kind_has_its_name_unless_it_declares_another() -> None:
     assert Named().why_unavailable() == f"torch {torch.__version__} finds no tpu9 device"
 
 
-# ---------------------------------------------------------------------------------------------- Apple's GPU
-@pytest.fixture
-def mps(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Puts a double in the place of torch.mps. It has 24 GiB; the allocator holds 9, and tensors take 4."""
-    calls = Calls()
-    double = SimpleNamespace(
-        is_available=lambda: True,
-        device_count=lambda: 1,
-        driver_allocated_memory=lambda: 9 * GIB,
-        current_allocated_memory=lambda: 4 * GIB,
-        recommended_max_memory=lambda: 24 * GIB,
-        empty_cache=calls("empty_cache"),
-        synchronize=calls("synchronize"),
-        manual_seed=calls("manual_seed"),
-        get_rng_state=calls("get_rng_state", torch.tensor([1, 2])),
-        set_rng_state=calls("set_rng_state"),
-    )
-    monkeypatch.setattr(torch, "get_device_module", {"mps": double, "xpu": torch.xpu, "cuda": torch.cuda}.get)
-    return calls
+# ---------------------------------------------------------------------------------------------- a plugin's devices
+class Lab(DeviceKind):
+    """Accelerator of a laboratory, in torch's slot for other backends, with all functions of torch.cuda."""
+
+    name, type, backend, visible = "lab", "privateuseone", "labccl", "LAB_DEVICES"
 
 
-def test_memory_of_mps_is_that_of_its_allocator(mps: Calls) -> None:
-    kind, device = device_kind("mps"), torch.device("mps", 0)
-    assert kind.peak_memory(device) == kind.peak_memory(device, reserved=True) == 9 * GIB
-    assert kind.free_memory(device) == (15 * GIB, 24 * GIB)
-    assert kind.unused_memory(device) == 20 * GIB
-    kind.reset_peak_memory(device)
-    assert mps.made == [("empty_cache",)]
-    assert kind.describe() == [{"name": "MPS", "memory": 24 * GIB}]
-    assert active_kind() is kind
-
-
-def test_functions_of_mps_take_no_device(mps: Calls) -> None:
-    """torch.mps has one device: its functions have no parameter for it."""
-    kind, device = device_kind("mps"), torch.device("mps", 0)
-    kind.seed(7, device)
-    assert kind.rng_state(device).tolist() == [1, 2]
-    kind.set_rng_state(state := torch.tensor([3]), device)
-    kind.synchronize(device)
-    assert mps.made == [("manual_seed", 7), ("get_rng_state",), ("set_rng_state", state), ("synchronize",)]
-    assert kind.current() is None
-    kind.make_current(kind.current())  # sets no device
-
-
-# ---------------------------------------------------------------------------------------------- Intel's GPUs
-def test_xpu_has_streams_events_and_memory_like_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_of_a_plugin_calls_its_module_by_the_convention_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, generators = Calls(), [torch.Generator(), torch.Generator()]
     double = SimpleNamespace(
         is_available=lambda: True,
@@ -143,9 +103,10 @@ def test_xpu_has_streams_events_and_memory_like_cuda(monkeypatch: pytest.MonkeyP
         mem_get_info=lambda device: (40, 48),
         default_generators=generators,
     )
-    monkeypatch.setattr(torch, "get_device_module", {"xpu": double}.get)
-    monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
-    kind, device = device_kind("xpu"), torch.device("xpu", 1)
+    monkeypatch.setattr(torch, "get_device_module", {"privateuseone": double}.get)
+    monkeypatch.setattr(torch, "privateuseone", double, raising=False)
+    monkeypatch.setenv("LAB_DEVICES", "0,1")
+    kind, device = Lab(), torch.device("privateuseone", 1)
     assert (kind.count(), kind.current(), kind.product(device), kind.is_active()) == (2, 1, "Max 1", True)
     assert kind.identity(device) == ["a-b", "0,1", 1]
     assert (kind.peak_memory(device), kind.peak_memory(device, reserved=True)) == (5, 8)
@@ -167,6 +128,7 @@ def test_xpu_has_streams_events_and_memory_like_cuda(monkeypatch: pytest.MonkeyP
     kind.set_rng_state(state, device)
     assert torch.equal(torch.rand(3, generator=generators[1]), first)
     assert kind.describe() == [{"name": "Max", "memory": 48 * GIB}] * 2
+    assert kind.process_group == "privateuseone:labccl,cpu:gloo"
 
 
 # ---------------------------------------------------------------------------------------------- float64
@@ -185,4 +147,4 @@ def test_float64_is_made_on_the_host_if_the_device_lacks_it(known: dict[str, Dev
 def test_no_accelerator_is_active_on_a_machine_without_one() -> None:
     if not torch.accelerator.is_available():
         assert active_kind() is None
-    assert [kind.name for kind in device_kinds()] == ["cuda", "xpu", "mps", "cpu"]
+    assert [kind.name for kind in device_kinds()] == ["cuda", "cpu"]

@@ -14,10 +14,9 @@ from support.doubles import Elsewhere, Plain
 from support.stages import staged
 from torch import Tensor, nn
 
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.rng import isolated_rng
-from ddpforge.interfaces import Callback, Pass, ShardedDataset, Task
+from ddpforge.interfaces import Callback, Pass, ShardedDataset, Shuffled, Task
 from ddpforge.strategies.fsdp.context_parallel import ContextParallel
 from ddpforge.strategies.pipeline.stage import _seed_on
 from ddpforge.strategies.tensor.tensor_parallel import TensorParallelRNG

@@ -130,14 +130,30 @@ def test_contradiction_of_accelerate_and_the_recipe_is_an_error(monkeypatch: pyt
 
 
 # ---------------------------------------------------------------------------------------------- other accelerators
+class Lone(kinds.CPU):
+    """Accelerator of a plugin for which torch has no collectives."""
+
+    name = "lone"
+    noun, backend, is_host = "a lone device", None, False
+
+
+class Many(kinds.DeviceKind):
+    """Accelerators of a plugin, in torch's slot for other backends."""
+
+    name, type, noun, backend = "many", "privateuseone", "one of many", "manyccl"
+
+
 @pytest.fixture
 def accelerators(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns `accelerators(mps=1, xpu=2)`, which gives the machine these devices, and no GPU of NVIDIA."""
+    """Returns `accelerators(lone=1, many=2)`, which gives the machine these devices, and no GPU of NVIDIA."""
     machine(gpus=0, driver=False)
+    known = {kind.type: kind for kind in (device_kind("cuda"), Many(), Lone(), device_kind("cpu"))}
+    monkeypatch.setattr(kinds, "_KINDS", known)
 
     def make(**counts: int) -> None:
-        for name, count in counts.items():
-            kind = device_kind(name)
+        for name in ("lone", "many"):
+            count = counts.get(name, 0)
+            kind = known["privateuseone" if name == "many" else name]
             monkeypatch.setattr(kind, "is_available", lambda count=count: count > 0)
             monkeypatch.setattr(kind, "count", lambda count=count: count)
 
@@ -146,7 +162,7 @@ def accelerators(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.mark.parametrize(
     ("there", "expected", "count"),
-    [({"mps": 1}, "mps:0", 1), ({"xpu": 2}, "xpu:0", 2), ({"mps": 0, "xpu": 0}, "cpu", 0)],
+    [({"many": 1}, "privateuseone:0", 1), ({"many": 2}, "privateuseone:0", 2), ({}, "cpu", 0)],
 )
 def test_auto_is_the_accelerator_of_the_machine(
     accelerators: Callable[..., None], there: dict[str, int], expected: str, count: int
@@ -157,43 +173,36 @@ def test_auto_is_the_accelerator_of_the_machine(
     assert str(chosen(device="cpu")) == "cpu"
 
 
-@pytest.mark.parametrize("device", ["mps", "auto"])
-def test_several_processes_on_apples_gpu_are_rejected(
+@pytest.mark.parametrize("device", ["lone", "auto"])
+def test_several_processes_on_a_device_without_collectives_are_rejected(
     accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    accelerators(mps=1)
+    accelerators(lone=1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(StrategyError, match=r"2 processes cannot train on .*: Apple's GPU trains with") as no:
-        chosen(device=device)
+    with pytest.raises(StrategyError, match=r"2 processes cannot train on .*: a lone device trains with") as no:
+        choose_device(device if device == "lone" else device_type(train()), asked=device == "lone")
     assert no.value.hints == (
         "start one process: ddpforge run RECIPE",
         'to train on the CPU, set train.device = "cpu"',
     )
 
 
-def test_each_rank_has_its_own_xpu(accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerators(xpu=2)
+def test_each_rank_has_its_own_device_of_a_plugin(
+    accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerators(many=2)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert chosen() == torch.device("xpu", 1)
+    assert chosen() == torch.device("privateuseone", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(StrategyError, match="3 processes would share 2 GPUs"):
         chosen()
 
 
-@pytest.mark.parametrize(
-    ("device", "said"),
-    [
-        ("mps", r"torch cannot use Apple's GPU: torch .* was built without MPS"),
-        ("xpu", "torch cannot use an Intel GPU: torch .* finds no xpu device"),
-    ],
-)
-def test_device_that_torch_cannot_use_is_an_error(accelerators: Callable[..., None], device: str, said: str) -> None:
-    accelerators(**{device: 0})
-    if device == "mps" and torch.backends.mps.is_built():
-        pytest.skip("this torch has MPS")
-    with pytest.raises(StrategyError, match=said):
-        chosen(device=device)
+def test_device_that_torch_cannot_use_is_an_error(accelerators: Callable[..., None]) -> None:
+    accelerators()
+    with pytest.raises(StrategyError, match=r"torch cannot use one of many: torch .* finds no privateuseone device"):
+        choose_device("many", asked=True)
 
 
 def test_auto_finds_the_plugin_of_another_backend_of_torch(
@@ -204,12 +213,12 @@ def test_auto_finds_the_plugin_of_another_backend_of_torch(
 
         name, type, is_host = "lab", "privateuseone", False
 
-    accelerators(mps=0, xpu=0)
+    accelerators()
+    monkeypatch.setattr(kinds, "_KINDS", {kind: device_kind(kind) for kind in ("cuda", "cpu")})
     entry = Entry("device", "lab", "lab-device", "1.0", "lab:Lab")
     registry = Registry([entry])
     monkeypatch.setattr(registry, "load", lambda *_: Lab)
     monkeypatch.setattr(devices.Registry, "installed", lambda: registry)
-    monkeypatch.setattr(kinds, "_KINDS", {**kinds._KINDS})
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert devices.detected_kind().name == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone"))
@@ -221,13 +230,13 @@ def test_process_group_of_other_kinds_has_their_backend(
     accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forms the group before Accelerate, which would choose another backend."""
-    accelerators(xpu=2)
+    accelerators(many=2)
     formed: list[tuple[str, Any]] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(device_kind("xpu"), "make_current", lambda index: formed.append(("current", index)))
+    monkeypatch.setattr(device_kind("privateuseone"), "make_current", lambda index: formed.append(("current", index)))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: formed.append((backend, timeout)))
-    join._form(torch.device("xpu", 1), timedelta(minutes=2))
-    assert formed == [("current", 1), ("xpu:xccl,cpu:gloo", timedelta(minutes=2))]
+    join._form(torch.device("privateuseone", 1), timedelta(minutes=2))
+    assert formed == [("current", 1), ("privateuseone:manyccl,cpu:gloo", timedelta(minutes=2))]
     formed.clear()
     for device in ("cpu", "cuda"):
         join._form(torch.device(device), timedelta(minutes=2))

@@ -12,7 +12,6 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
 from ddpforge.interfaces import device as kinds
 from ddpforge.ranks.collectives import SingleRank
-from ddpforge.ranks.metric_reduction import Float32Pair
 from ddpforge.testing.doubles import ThreadRanks, in_threads
 from ddpforge.training.totals import exact
 
@@ -218,31 +217,6 @@ def test_finish_must_return_numbers(made: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- without float64
-def numbers(pair: Float32Pair) -> float:
-    return float(pair.high.double() + pair.low.double())
-
-
-def test_pair_of_float32_adds_like_float64() -> None:
-    """Adds thirty thousand losses: float32 keeps five digits, the pair keeps eleven."""
-    values = torch.full((30_000,), 0.1)
-    exact, short, pair = values.double().sum().item(), torch.zeros(()), Float32Pair.of(0.0)
-    for value in values:
-        short = short + value
-        pair = pair + Float32Pair.of(value)
-    assert abs(numbers(pair) / exact - 1) < 1e-11
-    assert abs(short.item() / exact - 1) > 1e-6
-
-
-@pytest.mark.parametrize(
-    "value",
-    [torch.tensor(2**40 + 1), torch.tensor(0.1, dtype=torch.float64), torch.tensor(True), torch.tensor(1.5).bfloat16()],
-    ids=["integer", "float64", "bool", "bfloat16"],
-)
-def test_pair_keeps_48_bits_of_numbers_that_float32_rounds(value: Tensor) -> None:
-    assert abs(numbers(Float32Pair.of(value)) / value.double().item() - 1) < 2**-48
-    assert numbers(1.0 + Float32Pair.of(value)) == pytest.approx(1.0 + value.double().item(), rel=2**-46)
-
-
 @pytest.fixture
 def no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU a device without float64."""
@@ -254,9 +228,9 @@ def no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_float64")
-def test_totals_in_pairs_are_reduced_like_totals_in_float64() -> None:
+def test_totals_of_a_device_without_float64_are_added_in_float64_on_the_host() -> None:
     whole: Any = exact(Total(torch.tensor(0.1), torch.tensor(3)))
-    assert type(whole.sum) is type(whole.count) is Float32Pair
+    assert (whole.sum.dtype, whole.count.dtype) == (torch.float64, torch.float64)
     for _ in range(999):
         whole = whole + exact(Total(torch.tensor(0.1), torch.tensor(3)))
     many = exact(Total(torch.full((2, 3), 0.1), 7))
@@ -269,7 +243,7 @@ def test_totals_in_pairs_are_reduced_like_totals_in_float64() -> None:
 
 @pytest.mark.usefixtures("no_float64")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_pair_of_a_number_that_is_not_finite_is_that_number(value: float) -> None:
+def test_total_that_is_not_finite_stays_so_without_float64(value: float) -> None:
     total: Any = exact(Total(torch.tensor(1.0), 1))
     total += exact(Total(torch.tensor(value), 1))
     mean = SingleRank().reduce_metrics({"loss": total})["loss"]

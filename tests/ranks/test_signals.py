@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support.doubles import Clock
 
-from ddpforge.launchers.exit_record import VERDICT
+from ddpforge.local_world import VERDICT
 from ddpforge.ranks.signals import (
     NoData,
     StopRequests,

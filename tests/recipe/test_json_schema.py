@@ -142,5 +142,5 @@ def test_alternating_updates_have_their_own_keys_and_any_options() -> None:
 
 def test_devices_are_those_of_installed_kinds() -> None:
     schema = recipe_schema(Registry.installed())
-    for device, wrong in (("auto", 0), ("mps", 0), ("${vars.device}", 0), ("tpu", 1)):
+    for device, wrong in (("auto", 0), ("cuda", 0), ("${vars.device}", 0), ("tpu", 1)):
         assert len(_errors(schema, {"recipe": 2, "train": {"device": device}}, schema)) == wrong, device

@@ -463,3 +463,57 @@ def test_a_resolved_recipe_of_a_run_is_upgraded_when_it_is_loaded(tmp_path: Path
     assert load_recipe(file).recipe == load_recipe("gan").recipe
     assert file.read_text() == text
     assert tomllib.loads(text)["recipe"] == 1
+
+
+# ---------------------------------------------------------------------------------------------- dropped
+@pytest.mark.parametrize(
+    ("assigned", "message", "hint"),
+    [
+        ('train.device="mps"', '`train.device` cannot be "mps"', '"mps" was dropped in 0.6.0: install a package'),
+        (
+            'strategy={use="ddp",compression="powersgd"}',
+            '`strategy.compression` cannot be "powersgd"',
+            '"powersgd" was dropped in 0.6.0: set compression = "bf16"',
+        ),
+        (
+            'strategy={use="ddp",powersgd_rank=2}',
+            'unknown key `powersgd_rank` in [strategy], which uses "ddp"',
+            '`powersgd_rank` was dropped in 0.6.0: set compression = "bf16", which halves the bytes',
+        ),
+        (
+            'strategy={use="deepspeed",stage=3,offload_optimizer="nvme"}',
+            '`strategy.offload_optimizer` cannot be "nvme"',
+            '"nvme" was dropped in 0.6.0: set offload_optimizer = "cpu", or shard over more ranks',
+        ),
+        (
+            'strategy={use="ddpforge:deepspeed",stage=3,nvme_path="/x"}',
+            'unknown key `nvme_path` in [strategy], which uses "ddpforge:deepspeed"',
+            "`nvme_path` was dropped in 0.6.0: offload to host memory",
+        ),
+    ],
+)
+def test_a_dropped_option_is_an_error_with_its_version_and_what_to_use_instead(
+    assigned: str, message: str, hint: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", sets=[assigned])
+    (problem,) = caught.value.problems
+    assert problem.message == message
+    assert problem.hints[0].startswith(hint)
+
+
+def test_an_option_that_another_component_dropped_is_only_unknown() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", sets=['strategy={use="fsdp",powersgd_rank=2}'])
+    assert "dropped" not in str(caught.value.problems)
+
+
+def test_a_dropped_option_with_its_default_is_ignored() -> None:
+    """Checks the recipe of an earlier version in a run's folder, which has every default."""
+    found = load_recipe("digits", sets=['strategy={use="ddp",powersgd_rank=1,powersgd_start=1000}'])
+    assert not {"powersgd_rank", "powersgd_start"} & found.tables["strategy"].keys()
+
+
+def test_a_dropped_option_with_its_default_is_no_change_of_a_run() -> None:
+    before = upgrade_tables('recipe = 2\n[strategy]\nuse = "ddp"\npowersgd_rank = 1\nbucket_cap_mb = 25\n')
+    assert before == {"recipe": 2, "strategy": {"use": "ddp", "bucket_cap_mb": 25}}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ddpforge.errors import CheckpointError, StrategyError, UsageError
-from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
+from ddpforge.interfaces import CanonicalState
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
@@ -573,33 +573,6 @@ def test_loading_some_weights_keeps_the_others() -> None:
     ((said, weights),) = in_ranks(1, rank)
     assert "missing from the checkpoint: c, frozen, w" in said
     assert weights == {"w": [0.0], "b": [5.0], "c": [0.0]}
-
-
-def test_powersgd_state_is_per_rank_and_unchanged_by_loading_weights() -> None:
-    def rank(number: int) -> Any:
-        training = Training(DDP(compression="powersgd", powersgd_start=2), lambda: nn.Linear(16, 16, bias=False))
-        for _ in range(4):
-            training.step(torch.randn(3, 16, generator=torch.Generator().manual_seed(number)))
-        state = training.state()
-        error = state.extra_state["powersgd.error.weight"]
-        assert isinstance(error, TensorShard)
-        weights = saved(CanonicalState({"weight": state.model["weight"]}, {}))
-        before = error.tensor.clone()
-        training.replica.load_state(weights, partial=True)
-        after = training.state().extra_state
-        assert torch.equal(after["powersgd.error.weight"].tensor, before)
-        training.replica.load_state(weights)
-        return (
-            state.extra_state["powersgd.step"],
-            after["powersgd.step"],
-            training.state().extra_state["powersgd.step"],
-            (error.shape, error.region, error.tensor.any().item()),
-            training.strategy.contract.reduce_dtype,
-        )
-
-    for number, found in enumerate(in_ranks(2, rank)):
-        mine = ((2, 256), FlatRange(256 * number, 256 * number + 256), True)
-        assert found == (4, 4, 0, mine, "float32, of a low-rank approximation")
 
 
 # ---------------------------------------------------------------------------------------------- number of processes

@@ -2,8 +2,6 @@
 
 import os
 from importlib import metadata
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 
 from ddpforge.errors import StrategyError
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies.deepspeed import DeepSpeed, nvme, zero
+from ddpforge.strategies.deepspeed import DeepSpeed, zero
 from ddpforge.strategies.deepspeed.zero import Keys, keys_of
 
 
@@ -115,8 +113,6 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
             "`zero_optimization.overlap_com` is not a key that ddpforge passes on to DeepSpeed; near it are "
             "zero_optimization.overlap_comm",
         ),
-        ({"zero_optimization": {"offload_param": {"buffer_count": 9}}}, "has no effect"),
-        ({"aio": {"queue_depth": 8}}, "extra: `aio.queue_depth` has no effect, because nothing is offloaded there"),
         # It confuses parameters when weights are read or written.
         ({"zero_optimization": {"round_robin_gradients": True}}, "is not a key that ddpforge passes on"),
     ],
@@ -130,78 +126,6 @@ def test_extra_keys_that_other_settings_control_are_refused(extra: dict[str, Any
 def test_only_stage_3_offloads_parameters() -> None:
     with pytest.raises(ValueError, match=r"offload_parameters = .* needs stage 3"):
         DeepSpeed(stage=2, offload_parameters="cpu")
-
-
-def test_nvme_offloading_sets_a_folder() -> None:
-    strategy = DeepSpeed(
-        stage=3,
-        offload_optimizer="nvme",
-        offload_parameters="nvme",
-        nvme_path=Path("/disk"),
-        extra={"aio": {"queue_depth": 32}, "zero_optimization": {"offload_param": {"buffer_count": 9}}},
-    )
-    config = strategy.config(train(), ranks=2)
-    assert config["zero_optimization"] == {
-        "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
-        "offload_param": {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 0, "buffer_count": 9},
-    }
-    assert config["aio"] == {"queue_depth": 32}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"stage": 2, "offload_optimizer": "nvme", "nvme_path": Path("/disk")}, "under stage 2 DeepSpeed keeps"),
-        ({"stage": 3, "offload_parameters": "nvme"}, "nvme_path is missing"),
-        ({"stage": 3, "offload_parameters": "cpu", "nvme_path": Path("/disk")}, "nvme_path has no effect"),
-        (
-            {
-                "stage": 3,
-                "offload_optimizer": "nvme",
-                "nvme_path": Path("/disk"),
-                "extra": {"aio": {"queue_depth": "many"}},
-            },
-            "extra: `aio.queue_depth` must be an integer",
-        ),
-    ],
-)
-def test_nvme_options_that_would_be_ignored_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        DeepSpeed(**options)
-    assert said in str(refused.value)
-
-
-def test_processes_use_separate_folders_and_remove_stale_files(tmp_path: Path) -> None:
-    first, second = nvme.Folder(tmp_path), nvme.Folder(tmp_path)
-    assert first.path != second.path
-    for folder in (first, second):
-        (folder.path / "zero_stage_3").mkdir()
-    leftover = first.path / "zero_stage_3"
-    first._lock.close()  # as the system does for a killed process
-    third = nvme.Folder(tmp_path)
-    assert third.path == first.path
-    assert not leftover.exists()
-    assert (second.path / "zero_stage_3").exists()
-    second.close()
-    assert not (second.path / "zero_stage_3").exists()
-
-
-def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="is not a writable folder"):
-        nvme.Folder(tmp_path / "missing")
-
-
-def test_missing_asynchronous_io_is_refused_with_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Builder:
-        def load(self, verbose: bool) -> None:
-            raise RuntimeError("libaio is not there")
-
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setattr(nvme, "import_module", lambda name: SimpleNamespace(AsyncIOBuilder=Builder))
-    with pytest.raises(StrategyError, match="but its build failed: libaio is not there") as refused:
-        nvme.require_io()
-    assert "libaio-dev" in refused.value.hints[0]
 
 
 # ---------------------------------------------------------------------------------------------- versions, device

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
@@ -22,6 +21,7 @@ from ddpforge.interfaces import (
     Ranks,
     Replica,
     RunContext,
+    Shuffled,
     Task,
     TensorShard,
     Total,

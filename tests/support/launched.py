@@ -94,7 +94,7 @@ _IMPORTED_BY_DEEPSPEED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch._inductor: 1.4 seconds
     *("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
     *("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
-    *("ddpforge.strategies.deepspeed", "ddpforge.strategies.deepspeed.nvme"),
+    *("ddpforge.strategies.deepspeed", "ddpforge.strategies.deepspeed.zero"),
     *("torch._subclasses.schema_check_mode", "torch.utils.cpp_extension"),
 ]
 
@@ -167,8 +167,9 @@ def _start(
 def _start_launcher(
     arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
 ) -> dict[str, Any]:
-    from ddpforge.launchers.exit_record import VERDICT, ExitRecords
+    from ddpforge.launchers.exit_record import ExitRecords
     from ddpforge.launchers.torchrun import torchrun_command, variables_for
+    from ddpforge.local_world import VERDICT
 
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)

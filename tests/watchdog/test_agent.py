@@ -12,10 +12,10 @@ import pytest
 from support.doubles import Clock
 
 from ddpforge.errors import ExitCode
+from ddpforge.ranks.heartbeat import RankStatus
 from ddpforge.watchdog import agent
 from ddpforge.watchdog.agent import EarlyReporter
 from ddpforge.watchdog.culprit import Culprit
-from ddpforge.watchdog.status_board import RankStatus
 
 HUNG = Culprit([1], "made no progress in import; the others waited for it")
 ROWS = {rank: RankStatus(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) for rank in range(2)}

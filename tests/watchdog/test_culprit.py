@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import ddpforge
+from ddpforge.ranks.heartbeat import RankStatus
 from ddpforge.watchdog.culprit import _WAITING, Culprit, find_culprit
-from ddpforge.watchdog.status_board import RankStatus
 
 ENGINE = "torch/autograd/graph.py:10 in _engine_run_backward"
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 import pytest
 from support.doubles import Clock
 
-from ddpforge.ranks.heartbeat import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Heartbeat
+from ddpforge.ranks.heartbeat import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Heartbeat, RankStatus
 from ddpforge.watchdog.culprit import Culprit
 from ddpforge.watchdog.monitor import Limits, Monitor
-from ddpforge.watchdog.status_board import RankStatus
 
 
 class Job:

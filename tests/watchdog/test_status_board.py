@@ -13,8 +13,9 @@ from support.doubles import Clock
 
 from ddpforge.launchers.nodes import Nodes
 from ddpforge.launchers.store import ADDRESS, Attempts, serving, store_at
+from ddpforge.ranks.heartbeat import RankStatus
 from ddpforge.watchdog import agent
-from ddpforge.watchdog.status_board import RankStatus, StatusBoard, within
+from ddpforge.watchdog.status_board import StatusBoard, within
 
 
 def row(rank: int, marks: int = 1, seconds: float = 9.0, **more: Any) -> RankStatus:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import ClassNames, library, unknown_class
+from ddpforge.builtin.datasets.files import ClassNames, unknown_class
 from ddpforge.builtin.datasets.images import open_image, pixels
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, library
 
 if TYPE_CHECKING:
     from torch import Tensor

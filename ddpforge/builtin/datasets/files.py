@@ -1,4 +1,4 @@
-"""Helpers for datasets in files: common options, file patterns, optional libraries, cached indexes."""
+"""Helpers for datasets in files: common options, file patterns, cached indexes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
-from importlib import import_module
 from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.listing import listed
-from ddpforge.errors import SetupError, UsageError, pip_install
+from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +35,6 @@ __all__ = [
     "Window",
     "find_files",
     "keep",
-    "library",
     "numeric",
     "unknown_class",
 ]
@@ -85,16 +82,6 @@ class InBatches:
     def collate(self, batch: Any) -> Any:
         """Returns its argument, because `__getitems__` already returns batches."""
         return batch
-
-
-def library(name: str, extra: str) -> ModuleType:
-    """Imports an optional library; raises SetupError with the extra of ddpforge that installs it."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
-            raise
-        raise SetupError(f"{error.name} is not installed", hints=[pip_install(extra)]) from error
 
 
 def unknown_class(name: str, names: Sequence[str]) -> str:

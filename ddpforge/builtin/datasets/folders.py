@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ddpforge.builtin.datasets.csv_rows import Rows, is_number, not_a_number, numbers
-from ddpforge.builtin.datasets.files import ClassNames, InBatches, Labeled, library, unknown_class
+from ddpforge.builtin.datasets.files import ClassNames, InBatches, Labeled, unknown_class
 from ddpforge.builtin.datasets.images import open_image, pixels
 from ddpforge.builtin.datasets.listing import LeftOut, files_below, is_leftover
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, library
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, library, numeric
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, numeric
+from ddpforge.errors import SetupError, UsageError, library
 from ddpforge.interfaces import ShardedDataset
 
 if TYPE_CHECKING:

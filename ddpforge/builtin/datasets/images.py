@@ -7,8 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.builtin.datasets.files import library
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, library
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, library, numeric
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, numeric
+from ddpforge.errors import SetupError, UsageError, library
 from ddpforge.interfaces import ShardedDataset
 
 __all__ = ["Parquet"]

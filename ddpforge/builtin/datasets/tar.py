@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep, library
+from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep
 from ddpforge.builtin.datasets.images import open_image, pixels
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, library
 from ddpforge.interfaces import ShardedDataset
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ _WeightDecay = Annotated[
 ]
 _Fused = Annotated[
     Literal["auto"] | bool,
-    Field(description='Update all weights in one kernel; "auto": if torch supports it (CPU, CUDA and XPU).'),
+    Field(description='Update all weights in one kernel; "auto": if torch supports it (CPU and CUDA).'),
 ]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
 

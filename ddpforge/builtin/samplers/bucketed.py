@@ -9,24 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.samplers.columns import numbers
-from ddpforge.builtin.samplers.permutation import key, permute
-from ddpforge.interfaces import EpochBatchSampler, mix
+from ddpforge.interfaces import Shuffled, mix
+from ddpforge.interfaces.columns import numbers
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["Bucketed"]
 
 _STEPS = 0x57E9  # separates the random order of steps from that of samples
 
 
-class Bucketed(EpochBatchSampler):
+class Bucketed(Shuffled):
     """Every sample once per epoch, with samples of similar length in one step.
 
     The shuffled epoch is cut into windows of `window` steps. Each window is sorted by length and cut into steps, which
     come in random order. The incomplete last step of an epoch is a random choice of samples. Samples are sorted within
     a step, so that those of a micro-batch have even more similar lengths.
     """
-
-    once = True
 
     def __init__(
         self,
@@ -46,11 +44,10 @@ class Bucketed(EpochBatchSampler):
             ),
         ] = 50,
     ) -> None:
-        super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
+        super().__init__(data, seed, global_batch, drop_last)
         self._lengths = numbers(data, by)
         self._full = self.places - self.places % global_batch  # start of the incomplete last step
         self._each = window * global_batch
-        self._seed = seed
         self._window = lru_cache(maxsize=2)(self._sorted)
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
@@ -69,7 +66,7 @@ class Bucketed(EpochBatchSampler):
         """Returns the samples of the window that begins at `start`."""
         stop = min(start + self._each, self._full) if start < self._full else self.places
         places = np.arange(start, stop, dtype=np.uint64)
-        ids = permute(places, np.full_like(places, epoch), self.places, self._seed)
+        ids = super().at(np.full_like(places, epoch), places)
         ids = ids[np.argsort(self._lengths[ids], kind="stable")]
         if start == self._full:
             return ids
@@ -78,6 +75,6 @@ class Bucketed(EpochBatchSampler):
             steps,
             key(np.full_like(steps, epoch), np.full_like(steps, start)),
             len(steps),
-            mix(self._seed, _STEPS),
+            mix(self.seed, _STEPS),
         )
         return ids.reshape(len(steps), self.global_batch)[turns].ravel()

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.samplers.columns import numbers
-from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import BatchSampler, Duration, EpochBatchSampler, Horizon, mix
+from ddpforge.interfaces import BatchSampler, Duration, Horizon, Shuffled, mix
+from ddpforge.interfaces.columns import numbers
+from ddpforge.interfaces.permutation import permute
 
 __all__ = ["Curriculum", "Growing"]
 
@@ -23,12 +23,14 @@ _LONGEST = 10**6  # steps
 _PART = 1 << 12  # samples whose order is computed together
 
 
-class Curriculum(EpochBatchSampler):
+class Curriculum(Shuffled):
     """Curriculum: each step samples from the easiest part of the data, which grows linearly to the whole dataset.
 
     During this time no sample comes twice in a step, but a sample may come twice in an epoch. Afterwards every sample
     comes once per epoch, in random order. `by = "lengths"` gives a sequence-length curriculum.
     """
+
+    once = False
 
     def __init__(
         self,
@@ -47,23 +49,23 @@ class Curriculum(EpochBatchSampler):
         until: Annotated[Duration, Field(description="Duration until all data is in use, in epochs or steps.")],
         start: Annotated[float, Field(gt=0, le=1, description="Fraction of the data at the first step.")] = 0.1,
     ) -> None:
-        super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
+        super().__init__(data, seed, global_batch, drop_last)
         self._easiest = np.argsort(numbers(data, by), kind="stable").astype(np.uint64)
         if until.unit not in ("ep", "st"):
             raise UsageError(f"until: {until} must be in epochs or steps", hints=['for example "2ep" or "1000st"'])
         self._until = Horizon(None, self.steps_per_epoch).steps(until)
-        self._start, self._seed = start, seed
+        self._start = start
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
         """Returns the samples at these positions: of the epoch's permutation, or of the easiest part while it grows."""
         turns, within = np.divmod(places, np.uint64(self.global_batch))
         steps = epochs * np.uint64(self.steps_per_epoch) + turns
-        ids = permute(places, epochs, self.places, self._seed)
+        ids = super().at(epochs, places)
         grows = np.flatnonzero(steps < self._until)
         if grows.size:
             steps = steps[grows]
             pool = self._pool(steps)
-            ids[grows] = self._easiest[permute(within[grows], steps, pool, mix(self._seed, _EASY))]
+            ids[grows] = self._easiest[permute(within[grows], steps, pool, mix(self.seed, _EASY))]
         return ids
 
     def _pool(self, steps: NDArray[Any]) -> NDArray[np.uint64]:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.samplers.plain import Shuffled
-from ddpforge.interfaces import BatchSampler
+from ddpforge.interfaces import BatchSampler, Shuffled
 
 __all__ = ["Repeated"]
 

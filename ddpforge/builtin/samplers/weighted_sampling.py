@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.samplers.columns import column, numbers
-from ddpforge.builtin.samplers.permutation import draw, key, permute
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import EpochBatchSampler, mix
+from ddpforge.interfaces.columns import column, numbers
+from ddpforge.interfaces.permutation import draw, key, permute
 
 __all__ = ["Balanced", "Weighted"]
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.extras import require, stored_id
+from ddpforge.builtin.extras import stored_id
+from ddpforge.errors import require
 from ddpforge.interfaces import MediaKind, Tracker
 
 if TYPE_CHECKING:

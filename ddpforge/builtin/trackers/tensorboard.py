@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.extras import require
+from ddpforge.errors import require
 from ddpforge.interfaces import Histogram, MediaKind, Tracker
 
 if TYPE_CHECKING:

@@ -8,16 +8,11 @@ from typing import Any, Literal
 
 __all__ = ["Offload", "check_owned_keys", "merge"]
 
-Offload = Literal["none", "cpu", "nvme"]
+Offload = Literal["none", "cpu"]
 
 # Keys for speed and reports, which do not change results. DeepSpeed ignores unknown keys silently, so ddpforge refuses
 # all other keys.
 _PASSED_ON = {
-    "aio.block_size",
-    "aio.intra_op_parallelism",
-    "aio.overlap_events",
-    "aio.queue_depth",
-    "aio.single_submit",
     "comms_logger",
     "flops_profiler",
     "log_level",
@@ -31,7 +26,6 @@ _PASSED_ON = {
     "zero_optimization.log_trace_cache_warnings",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.buffer_count",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
     "zero_optimization.parameter_alignment",
@@ -104,16 +98,12 @@ def check_owned_keys(extra: Mapping[str, Any], optimizer: Offload, parameters: O
     used = {
         "zero_optimization.offload_optimizer.": optimizer != "none",
         "zero_optimization.offload_param.": parameters != "none",
-        "zero_optimization.offload_param.buffer_count": parameters == "nvme",
-        "aio.": "nvme" in (optimizer, parameters),
     }
     for section, key in _keys(extra):
         path = f"{section}{key}"
         if path in _PASSED_ON:
             if not all(needed for start, needed in used.items() if path.startswith(start)):
                 raise ValueError(f"extra: `{path}` has no effect, because nothing is offloaded there")
-            if section == "aio." and (not isinstance(extra["aio"][key], int) or extra["aio"][key] < 0):
-                raise ValueError(f"extra: `{path}` must be an integer of at least 0, true or false")
         elif owner := next((_OWNERS[name] for name in _OWNERS if f"{path}.".startswith(f"{name}.")), None):
             raise ValueError(f"extra: `{path}` belongs to {owner}")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, MultiPassOptimizer, Replica, SavedTensor, TensorShard
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.buffers import equalise_buffers
-from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
-from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
+from ddpforge.strategies.deepspeed.zero import ZeroWeights, keys_of, start
 from ddpforge.strategies.gradients import EVERY_PASS, Gradients
 from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
 from ddpforge.strategies.optimizer_probe import check_sparse_gradients
@@ -54,18 +53,12 @@ class ZeroReplica(Replica):
         )
         for parameter in self.gradients.parameters:
             self._reject_form(parameter)
-        if strategy.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
-            raise StrategyError(
-                f"{type(optimizer).__name__} moves the weights between the passes of a step, but weights on NVMe may "
-                "change only in its update",
-                hints=['set strategy.offload_optimizer = "cpu"'],
-            )
         self._own = OptimizerExtraState(optimizer)
         check_sparse_gradients(optimizer, model, sharded=True)
         check_float64(model, self.train)
         keys = keys_of(optimizer, torch.device("cpu") if strategy.offload_optimizer != "none" else self.world.device)
         self._watch()
-        self.engine = self.module = self._start(keys)
+        self.engine = self.module = self._start()
         self.weights = ZeroWeights(self.engine, model, keys.per_parameter, strategy.partial)
         self.weights.compare()
         if strategy.stage == 3:
@@ -74,13 +67,11 @@ class ZeroReplica(Replica):
             )  # then hooks of the model are compiled
             strategy.partial.add(model, "the model", called=self.engine if whole else model)
 
-    def _start(self, keys: Keys) -> Any:
+    def _start(self) -> Any:
         config = self.strategy.config(self.train, self.world.global_ranks.size)
-        self._fit_buffers(config["zero_optimization"], keys)
+        self._fit_buffers(config["zero_optimization"])
         engine = start(self.strategy.deepspeed, self.unwrapped, self.optimizer, config, self.world)
         limit_waiting([engine.data_parallel_group], self.train)
-        if self.strategy.offload_parameters == "nvme":
-            mend_prefetch(self.gradients.parameters)
         self._check(engine)
         zero = engine.optimizer
         if zero.optimizer is not self.optimizer:
@@ -91,30 +82,11 @@ class ZeroReplica(Replica):
             engine.compile(compile_kwargs={"mode": self.train.compile})
         return engine
 
-    def _fit_buffers(self, zero: dict[str, Any], keys: Keys) -> None:
+    def _fit_buffers(self, zero: dict[str, Any]) -> None:
         """Sets DeepSpeed's buffer sizes in `zero`, to fit the model."""
         # DeepSpeed fails if they are too small; its defaults take 2 GB per rank.
         elements = sum(parameter.numel() for parameter in self.gradients.trained)
         zero.setdefault("reduce_bucket_size", min(_BUCKET, elements))
-        if self.strategy.offload_optimizer == "nvme":
-            weights_and_gradients = 2
-            zero["offload_optimizer"] |= {
-                "nvme_path": str(self.strategy.swap_folder().path),
-                "buffer_count": weights_and_gradients + max(2, len(keys.per_element)),
-            }
-        if self.strategy.offload_parameters == "nvme":
-            for name, parameter in self.unwrapped.named_parameters():
-                if parameter.dtype != torch.float32:
-                    dtype = str(parameter.dtype).removeprefix("torch.")
-                    raise StrategyError(
-                        f"parameter `{name}` is {dtype}, but DeepSpeed offloads only float32 to NVMe unchanged",
-                        hints=['set strategy.offload_parameters = "cpu", or build the model in float32'],
-                    )
-            largest = max(parameter.numel() for parameter in self.gradients.parameters)
-            zero["offload_param"] |= {
-                "nvme_path": str(self.strategy.swap_folder().path),
-                "buffer_size": -(-largest // self.world.global_ranks.size),
-            }
 
     def _reject_form(self, parameter: nn.Parameter) -> None:
         name = self.gradients.names[id(parameter)]
@@ -159,8 +131,6 @@ class ZeroReplica(Replica):
             "reduced gradients": set(zero.ipg_buckets),
             "optimizer on the host": zero.offload_optimizer if stage3 else zero.cpu_offload,
             "weights on the host": zero.offload_param if stage3 else False,
-            "optimizer on NVMe": zero.swap_optimizer if stage3 else False,
-            "weights on NVMe": zero.params_in_nvme_and_cpu if stage3 else False,
         }
         asked = {
             "optimizer": "DeepSpeedZeroOptimizer_Stage3" if stage3 else "DeepSpeedZeroOptimizer",
@@ -175,29 +145,10 @@ class ZeroReplica(Replica):
             "reduced gradients": {torch.float32},
             "optimizer on the host": self.strategy.offload_optimizer != "none",
             "weights on the host": self.strategy.offload_parameters != "none",
-            "optimizer on NVMe": self.strategy.offload_optimizer == "nvme",
-            "weights on NVMe": self.strategy.offload_parameters == "nvme",
         }
         for what, wanted in asked.items():
             if found[what] != wanted:
                 raise StrategyError(f"requested from DeepSpeed: {what} = {wanted}, but it runs with {found[what]}")
-
-        groups = range(len(zero.fp16_groups)) if stage3 else ()
-        if self.strategy.offload_optimizer == "nvme" and not any(zero._swappable_optimizer_subgroup(n) for n in groups):
-            self._reject_small("offload_optimizer", "group of parameters")
-        if self.strategy.offload_parameters == "nvme" and not any(
-            is_swapped(parameter) for parameter in self.gradients.parameters
-        ):
-            self._reject_small("offload_parameters", "parameter")
-
-    def _reject_small(self, option: str, what: str) -> NoReturn:
-        smallest = max(SMALLEST, self.strategy.extra.get("aio", {}).get("block_size", 0))
-        raise StrategyError(
-            f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of '
-            f"{self.world.global_ranks.size} ranks, and "
-            "smaller ones stay in memory",
-            hints=[f'set strategy.{option} = "cpu"'],
-        )
 
     # -- one step
     def _watch(self) -> None:
@@ -296,10 +247,8 @@ class ZeroReplica(Replica):
             self.precision.tell()
 
     def close(self) -> None:
-        """Removes the engine's hooks and the files on NVMe."""
+        """Removes the engine's hooks."""
         self.engine.destroy()
-        if self.strategy.folder:
-            self.strategy.folder.close()
 
 
 class _EngineScaling(LossScaling):

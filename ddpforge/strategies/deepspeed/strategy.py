@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,7 +12,6 @@ from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Replica, Sharded, Strategy, Unsupported, Weights, World
 from ddpforge.strategies.deepspeed.extra import Offload, check_owned_keys, merge
-from ddpforge.strategies.deepspeed.nvme import Folder, require_io
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,8 +47,6 @@ class DeepSpeed(Strategy):
 
     Stage 1 shards the optimizer state and the weights that it updates, stage 2 also gradients, stage 3 also the weights
     of the forward pass. See https://www.deepspeed.ai/docs/config-json/ and Rajbhandari et al., "ZeRO" (SC 2020).
-
-    Offload to NVMe needs stage 3 and tensors of at least 1 MiB on each rank; smaller tensors stay in memory.
     """
 
     needs_process_group = True
@@ -69,9 +65,6 @@ class DeepSpeed(Strategy):
         offload_parameters: Annotated[
             Offload, Field(description="Place of the sharded weights; none: on the device. Stage 3 only.")
         ] = "none",
-        nvme_path: Annotated[
-            Path | None, Field(description="An existing folder on a local NVMe disk, for offload to nvme.")
-        ] = None,
         extra: Annotated[
             dict[str, Any],
             Field(description="Further keys of the DeepSpeed configuration, for speed and reports."),
@@ -82,20 +75,10 @@ class DeepSpeed(Strategy):
                 f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank holds '
                 "whole weights"
             )
-        if offload_optimizer == "nvme" and stage != 3:
-            raise ValueError(
-                f'offload_optimizer = "nvme" needs stage 3: under stage {stage} DeepSpeed keeps the state in memory'
-            )
-        offloads = (offload_optimizer, offload_parameters)
-        if "nvme" in offloads and nvme_path is None:
-            raise ValueError("nvme_path is missing: set the folder for offload to nvme")
-        if "nvme" not in offloads and nvme_path is not None:
-            raise ValueError("nvme_path has no effect, because nothing is offloaded to nvme")
         self.stage = stage
-        self.offload_optimizer, self.offload_parameters = offloads
-        self.nvme_path = nvme_path
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.extra = deepcopy(extra)
-        check_owned_keys(self.extra, *offloads)
+        check_owned_keys(self.extra, offload_optimizer, offload_parameters)
         self.contract = Contract(
             shards=_SHARDS[stage],
             clipping="DeepSpeed, after the reduction, by the norm over all parts",
@@ -120,11 +103,9 @@ class DeepSpeed(Strategy):
         # an epoch may have fewer micro-batches. The replica marks the last micro-batch of a step.
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload_optimizer != "none":
-            zero["offload_optimizer"] = self._offload(self.offload_optimizer)
+            zero["offload_optimizer"] = {"device": self.offload_optimizer}
         if self.offload_parameters != "none":
-            zero["offload_param"] = self._offload(self.offload_parameters)
-        if self.offload_parameters == "nvme":
-            zero["offload_param"]["max_in_cpu"] = 0  # else the first 1e9 elements stay in memory
+            zero["offload_param"] = {"device": self.offload_parameters}
         config = {
             "train_micro_batch_size_per_gpu": max(1, train.per_pass(ranks)),
             "gradient_accumulation_steps": 1,
@@ -148,9 +129,6 @@ class DeepSpeed(Strategy):
         # On every path gradients are divided first and then summed, so that means are identical.
         merged["prescale_gradients"] = self.stage < 3 and not zero.get("reduce_scatter", True)
         return merged
-
-    def _offload(self, device: Offload) -> dict[str, Any]:
-        return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
 
     # -- before the loop
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
@@ -179,21 +157,13 @@ class DeepSpeed(Strategy):
             )
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Imports DeepSpeed for the device, and opens the folder for offload to NVMe."""
+        """Imports DeepSpeed for the device."""
         from ddpforge.strategies.deepspeed.zero import import_deepspeed
         from ddpforge.strategies.parameter_guard import PartialWeights
 
         self.partial = PartialWeights(_WHOLE, is_whole=_is_gathered)
         self.deepspeed = import_deepspeed(world.device)
-        self.folder = Folder(self.nvme_path) if self.nvme_path is not None else None
-        if self.folder:
-            require_io()
         return super().setup(train, world)
-
-    def swap_folder(self) -> Folder:
-        """Returns this rank's folder for offload to NVMe; only if something is offloaded to it."""
-        assert self.folder is not None
-        return self.folder
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Moves the model to the device; under stage 3 `prepare` moves it, parameter by parameter."""
@@ -208,7 +178,7 @@ class DeepSpeed(Strategy):
     def place_auxiliary(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module with its own engine under stage 3; below stage 3 every rank holds the whole module.
 
-        If the model's weights are offloaded, to the CPU or to NVMe, the module's are offloaded to host memory.
+        If the model's weights are offloaded, the module's are too.
         """
         if self.stage < 3 or not any(True for _ in module.parameters()):
             return super().place_auxiliary(module, blocks)

@@ -38,7 +38,6 @@ from ddpforge.interfaces import (
 )
 from ddpforge.local_world import local_world_size
 from ddpforge.strategies import named_state
-from ddpforge.strategies.deepspeed.nvme import SwapFiles
 from ddpforge.strategies.optimizer_probe import check_same_update
 from ddpforge.strategies.parameter_guard import ParameterGuard, PartialWeights
 
@@ -221,8 +220,7 @@ def _piece(number: int, whole: Tensor) -> Tensor:
 class _Place(NamedTuple):
     """Place of a part of a parameter in the flat tensors that the optimizer updates."""
 
-    flat: Tensor  # the optimizer's key of it; empty while it is swapped out
-    numel: int  # of that tensor
+    flat: Tensor  # the optimizer's key of it
     inside: slice
 
 
@@ -232,7 +230,6 @@ class ZeroWeights(Weights):
     def __init__(self, engine: Any, model: nn.Module, per_parameter: set[str], partial: PartialWeights) -> None:
         self._zero, self._model, self._per_parameter = engine.optimizer, model, per_parameter
         self._stage: int = engine.zero_optimization_stage()
-        self._files = SwapFiles(self._zero) if self._stage == 3 else None
         self._compared, self._partial = False, partial
 
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -275,24 +272,11 @@ class ZeroWeights(Weights):
             return
         # The same calls as before and after the update of a step: no old values may stay gathered.
         zero._partition_all_parameters()
-        assert self._files is not None
-        self._files.flush()
         for number in range(len(zero.fp16_groups)):
-            with self._in_memory(number):
-                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
-
-    @contextmanager
-    def _in_memory(self, number: int) -> Iterator[None]:
-        """Swaps a group's weights and optimizer state into memory within the block, if they are swapped out."""
-        swapped = self._stage == 3 and self._zero._swappable_optimizer_subgroup(number)
-        if swapped:
-            self._zero._optimizer_states_and_gradient_swap_in(number)
-        yield
-        if swapped:
-            self._zero._optimizer_states_and_gradient_swap_out(number)
 
     # -- where ZeRO stores weights
     def _trained_parts(self) -> Iterator[tuple[Any, TensorShard, _Place]]:
@@ -305,14 +289,12 @@ class ZeroWeights(Weights):
                     if held := parameter._hp_mapping:
                         start, first = held.lp_fragment_address.start, held.hp_fragment_address.start
                         count = held.hp_fragment_address.numel
-                    yield parameter, *_part(tuple(parameter.shape), start, count, flat, flat.detach(), first)
+                    yield parameter, *_part(tuple(parameter.shape), start, count, flat, first)
             return
-        assert self._files is not None
         for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-            held = self._files.optimizers(flat, flat)
             for parameter in parameters:
                 _, first, _ = zero.grad_position[zero.get_param_id(parameter)]
-                yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
+                yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, first)
 
     def _frozen_parts(self) -> Iterator[tuple[Any, TensorShard]]:
         """Yields each frozen parameter and this rank's part: all of it, or a shard under stage 3."""
@@ -364,13 +346,12 @@ class ZeroWeights(Weights):
         entry: dict[str, Any] = {}
         for key, value in (optimizer.state.get(place.flat) or {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                held = self._files.optimizers(place.flat, value) if self._files else value
-                if held.shape != (place.numel,) or key in self._per_parameter:
+                if value.shape != (place.flat.numel(),) or key in self._per_parameter:
                     raise CheckpointError(
-                        f"the optimizer keeps `{key}` in the shape {list(held.shape)} for a flat piece of "
-                        f"{place.numel} elements: it cannot be split by parameter"
+                        f"the optimizer keeps `{key}` in the shape {list(value.shape)} for a flat piece of "
+                        f"{place.flat.numel()} elements: it cannot be split by parameter"
                     )
-                value = part.of(held[place.inside])
+                value = part.of(value[place.inside])
             entry[key] = value
         return entry
 
@@ -398,8 +379,8 @@ class ZeroWeights(Weights):
 
     def _used(self, parameter: Any) -> Tensor:
         """Returns this rank's shard of the weights that forward passes gather (stage 3 only)."""
-        assert self._files is not None
-        return self._files.parameters(parameter)
+        held: Tensor = parameter.ds_tensor.detach()
+        return held
 
     def _of_whole(self, name: str, whole: Tensor) -> Tensor:
         region = self._parts[name].region
@@ -445,20 +426,7 @@ class ZeroWeights(Weights):
             packed = optimizer.state_dict()
             packed["state"] = {number: entries[flat] for number, flat in enumerate(flats) if entries[flat]}
             optimizer.load_state_dict(packed)
-        if self._stage == 3 and self._zero.swap_optimizer:
-            self._restore_swapped(optimizer, groups, state)
         self._zero._hp_optimizer_states_linked = False  # DeepSpeed links its view of the state again in the next step
-
-    def _restore_swapped(
-        self, optimizer: Optimizer, groups: Mapping[Tensor, list[str]], state: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Restores the state of swapped-out groups, one group at a time."""
-        self._zero.optimizer_swapper.purge_state()
-        for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
-            if not flat.numel():
-                with self._in_memory(number):
-                    if elements := self._elements(flat, groups[flat], state):
-                        optimizer.state[flat].update(elements)
 
     def _numbers(self, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the optimizer's numbers of these parameters; raises CheckpointError if they are not all the same."""
@@ -549,15 +517,13 @@ def _held(parameter: Any) -> TensorShard:
     return TensorShard(parameter.ds_tensor.detach()[:count], tuple(parameter.ds_shape), FlatRange(start, start + count))
 
 
-def _part(
-    shape: tuple[int, ...], start: int, count: int, flat: Tensor, held: Tensor, first: int
-) -> tuple[TensorShard, _Place]:
+def _part(shape: tuple[int, ...], start: int, count: int, flat: Tensor, first: int) -> tuple[TensorShard, _Place]:
     """Returns the part of a parameter, and its place.
 
-    The part is `count` elements of the parameter from `start`, stored in `held` (the values of `flat`) from `first`.
+    The part is `count` elements of the parameter from `start`, stored in `flat` from `first`.
     """
     inside = slice(first, first + count)
-    return TensorShard(held[inside], shape, FlatRange(start, start + count)), _Place(flat, held.numel(), inside)
+    return TensorShard(flat.detach()[inside], shape, FlatRange(start, start + count)), _Place(flat, inside)
 
 
 def _range(parameter: Any) -> tuple[int, int]:

@@ -11,10 +11,9 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from ddpforge.api import RankShare, digest, leaves, open_data, seed_all
-from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.data.pytree import may_hold
 from ddpforge.data.streams import is_stream
-from ddpforge.interfaces import ShardedDataset
+from ddpforge.interfaces import ShardedDataset, Shuffled
 from ddpforge.interfaces.forms import described
 from ddpforge.testing.cases import Case
 from ddpforge.testing.multi_rank_runs import MultiRankRuns

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ddpforge.components.installed import version
 from ddpforge.data.workers import takes_sockets
+from ddpforge.launchers.network_interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
 from ddpforge.machine import shared_memory_folder, usable_cores
-from ddpforge.ranks.network_interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
 from ddpforge.secret_redaction import redact
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
 

@@ -341,5 +341,5 @@ def _register(self: Any, state: Any, hook: Any) -> None:
     hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # the hook in a `DeferredAllReduce`
     if hook is not default_hooks.allreduce_hook:
         if hook not in _HOOKS:
-            raise NotSimulatable("gradient compression that depends on the values (PowerSGD)")
+            raise NotSimulatable("a communication hook that is not torch's compression")
         self.simulated.dtype = _HOOKS[hook]

@@ -14,11 +14,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from ddpforge.api import RunFolder, RunSummary, snapshot, summarize
-from ddpforge.app.local_launch import check_world
 from ddpforge.errors import ExitCode, UsageError
 from ddpforge.interfaces.metric_direction import lower_is_better
-from ddpforge.launchers.signal_policy import received_signal
+from ddpforge.launchers.local import check_world
 from ddpforge.local_world import cores_per_rank
+from ddpforge.ranks.signal_policy import received_signal
 from ddpforge.runs.resume import is_finished
 from ddpforge.tools.sweeps.space import SearchSpace, Variant
 

@@ -33,11 +33,10 @@ from ddpforge.api import (
 )
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import StepInfo, Tracker, World
-from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.ranks.environment import environment, raising_peer_failures
 from ddpforge.recipe import load_recipe
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.progress import Progress
-from ddpforge.watchdog.watchdog import raising_peer_failures
 
 __all__ = ["EphemeralRun", "FirstBatches", "RepeatedBatches", "open_ephemeral", "without_the_rest"]
 
@@ -67,7 +66,7 @@ def open_ephemeral(
 
     Raises ForgeError as a run does, OutOfMemory if memory is full.
     """
-    export_slurm_env()
+    environment().export_variables()
     registry = Registry.installed()
     loaded = load_recipe(source, sets=sets, registry=registry)
     problems = Problems(loaded)

@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ddpforge.builtin.datasets.files import library
 from ddpforge.builtin.datasets.hugging_face import load_split
+from ddpforge.errors import library
 from pydantic import Field
 
 __all__ = ["Invalid", "OnInvalid", "Row", "Split", "check_characters", "is_dataset", "read_rows"]

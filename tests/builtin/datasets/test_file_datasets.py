@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from ddpforge.builtin.datasets import files
 from ddpforge.builtin.datasets import hugging_face as hf
-from ddpforge.builtin.datasets.files import find_files, library
+from ddpforge.builtin.datasets.files import find_files
 from ddpforge.builtin.datasets.hugging_face import HuggingFaceShards, Streamed, hugging_face
 from ddpforge.builtin.datasets.parquet import Parquet
 from ddpforge.builtin.datasets.tar import Tar
@@ -28,7 +28,7 @@ from ddpforge.builtin.datasets.tokens import Tokens
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.data.shard_reader import ShardedStream
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, library
 
 
 def png(shade: int, size: int = 4) -> bytes:
@@ -330,13 +330,6 @@ def test_invalid_tar_options_and_files_are_refused(shards: Path) -> None:
     (shards / "data-07.tar").write_bytes(b"nonsense" * 100)
     with pytest.raises(SetupError, match=r"data-07\.tar is not an uncompressed tar file"):
         Tar(path=str(shards), fields=["cls"])
-
-
-def test_error_for_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SetupError, match="nolibrary is not installed") as told:
-        library("nolibrary.inner", "webdataset")
-    assert told.value.hints == ("pip install 'msgpack>=1' 'pillow>=10' 'webdataset<2,>=0.2.100'",)
-    assert files.library("json", "none").dumps([1]) == "[1]"
 
 
 @pytest.mark.parametrize("form", ["npy", "index"])

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from ddpforge.builtin.samplers.bucketed import Bucketed
-from ddpforge.builtin.samplers.columns import column
 from ddpforge.builtin.samplers.curricula import Curriculum, Growing
-from ddpforge.builtin.samplers.permutation import permute
-from ddpforge.builtin.samplers.plain import Sequential, Shuffled
 from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
 from ddpforge.errors import SetupError, UsageError
-from ddpforge.interfaces import BatchSampler, Duration
+from ddpforge.interfaces import BatchSampler, Duration, Sequential, Shuffled
+from ddpforge.interfaces.columns import column
+from ddpforge.interfaces.permutation import permute
 
 
 class Samples:

@@ -1,5 +1,6 @@
 """TensorBoard's own reader reads each step's newest values, and media."""
 
+import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddpforge.builtin import extras
 from ddpforge.builtin.trackers.tensorboard import TensorBoardTracker
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Histogram
@@ -87,7 +87,7 @@ def test_tensorboard_has_all_media(tmp_path: Path) -> None:
 
 
 def test_error_for_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PluginError, match="tensorboard is not installed") as error:
         TensorBoardTracker()
     assert error.value.hints == ("pip install 'tensorboard>=2.18'",)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpforge.ranks.network_interface import GLOO
+from ddpforge.launchers.network_interface import GLOO
 from ddpforge.tools.doctor import machine
 from ddpforge.tools.doctor.findings import Finding, error, merged, ok, warning
 

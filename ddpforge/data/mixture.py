@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.permutation import key, permute
-from ddpforge.interfaces import EpochBatchSampler, mix
+from ddpforge.interfaces import SourceSampler, mix
+from ddpforge.interfaces.permutation import key, permute
 
 __all__ = ["LONGEST_CYCLE", "MixtureSampler", "Shares", "cycle_of", "spread", "tempered"]
 
@@ -51,7 +51,7 @@ class Shares:
         return cycles * np.array(self.cycle) + np.bincount(self.sources[:rest], minlength=len(self.cycle))
 
 
-class MixtureSampler(EpochBatchSampler):
+class MixtureSampler(SourceSampler):
     """Order of several sources that are one dataset, one source after the other, with shares that depend on the step.
 
     The sources of successive samples repeat in a cycle, so that at every place the number of samples from a source
@@ -75,6 +75,7 @@ class MixtureSampler(EpochBatchSampler):
         self._lengths = np.array(sizes, dtype=np.uint64)
         self._offsets = np.cumsum(self._lengths) - self._lengths
         self._starts = np.array([stage.start for stage in stages])
+        self.last_change = stages[-1].start if stages else 0
 
     @cached_property
     def _before(self) -> NDArray[np.int64]:
@@ -111,9 +112,14 @@ class MixtureSampler(EpochBatchSampler):
         found: NDArray[np.int64] = self._before[number] + self.stages[number].counts(since)
         return found
 
-    def epochs_of_sources(self, steps: int) -> NDArray[np.float64]:
+    def shares(self) -> list[float]:
+        """Returns the share of each source in the first steps."""
+        cycle = self.stages[0].cycle
+        return [count / sum(cycle) for count in cycle]
+
+    def epochs_of_sources(self, steps: int) -> list[float]:
         """Returns how often the first `steps` steps go through each source: 1.5 is one and a half epochs."""
-        found: NDArray[np.float64] = self.samples(steps) / self._lengths
+        found: list[float] = (self.samples(steps) / self._lengths).tolist()
         return found
 
 

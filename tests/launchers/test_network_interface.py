@@ -9,8 +9,8 @@ from support.forked import set_up
 from support.hosts import Hosts
 
 from ddpforge.errors import SetupError
-from ddpforge.ranks import network_interface
-from ddpforge.ranks.network_interface import GLOO, choose_interface
+from ddpforge.launchers import network_interface
+from ddpforge.launchers.network_interface import GLOO, choose_interface
 from ddpforge.strategies.ddp import DDP
 
 FAR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}

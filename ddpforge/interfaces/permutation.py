@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.interfaces import mix
+from ddpforge.interfaces.seeds import mix
 
 __all__ = ["draw", "key", "permute"]
 

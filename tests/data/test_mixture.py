@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddpforge.builtin.samplers.mixture import (
+from ddpforge.data.mixture import (
     LONGEST_CYCLE,
     MixtureSampler,
     Shares,
@@ -126,8 +126,9 @@ def test_counts_and_epochs_of_sources_need_no_pass_over_the_steps() -> None:
     of = sources(samples(order, 200))
     for steps in (0, 1, 7, 99, 100, 101, 149, 150, 200):
         assert order.samples(steps).tolist() == np.bincount(of[: steps * BATCH], minlength=3).tolist()
-    assert order.epochs_of_sources(150).tolist() == [840 / 1000, 540 / 300, 420 / 50]
-    assert order.epochs_of_sources(10**9).tolist() == pytest.approx([(10**9 - 150) * 4 / n for n in SIZES], rel=1e-5)
+    assert (order.shares(), order.last_change) == ([0.7, 0.2, 0.1], 150)
+    assert order.epochs_of_sources(150) == [840 / 1000, 540 / 300, 420 / 50]
+    assert order.epochs_of_sources(10**9) == pytest.approx([(10**9 - 150) * 4 / n for n in SIZES], rel=1e-5)
 
 
 def test_an_epoch_has_as_many_samples_as_all_sources_in_whole_steps() -> None:

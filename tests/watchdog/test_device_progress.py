@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ddpforge.interfaces import DeviceKind
-from ddpforge.ranks import device_progress, heartbeat
-from ddpforge.ranks.device_progress import DeviceProgress
+from ddpforge.ranks import heartbeat
+from ddpforge.watchdog import device_progress
+from ddpforge.watchdog.device_progress import DeviceProgress
 
 GPU = torch.device("cuda", 1)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpforge.ranks import scheduling
-from ddpforge.ranks.scheduling import Contention, policy_restored, runs_as_batch, set_batch_policy
+from ddpforge.launchers import scheduling
+from ddpforge.launchers.scheduling import Contention, policy_restored, runs_as_batch, set_batch_policy
 
 if not hasattr(os, "SCHED_BATCH"):
     pytest.skip("only Linux has SCHED_BATCH", allow_module_level=True)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
-from ddpforge.launchers.exit_record import STARTED, LaunchExit, RankDeath
+from ddpforge.launchers.exit_record import LaunchExit, RankDeath
 from ddpforge.launchers.nodes import NODES, Nodes, default_id, fixed_number
 from ddpforge.launchers.rendezvous import check_loopback, reject_held_ports
 from ddpforge.launchers.store import store_at
 from ddpforge.launchers.torchrun import names_rendezvous, torchrun_command, variables_for
-from ddpforge.ranks.run_limits import seconds_of
+from ddpforge.ranks.run_limits import STARTED, seconds_of
 from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.runs.folder import RunFolder
 
