@@ -86,8 +86,6 @@ if TYPE_CHECKING:
     from ddpforge.runs.summary import sorted_by as sorted_by
     from ddpforge.runs.summary import summarize as summarize
     from ddpforge.runs.summary import thinned as thinned
-    from ddpforge.training.alternating_updates import batches_per_step as batches_per_step
-    from ddpforge.training.alternating_updates import tasks_by_update as tasks_by_update
     from ddpforge.training.assemble import assemble as assemble
     from ddpforge.training.blocks import find_blocks as find_blocks
     from ddpforge.training.checks import check as check
@@ -101,6 +99,8 @@ if TYPE_CHECKING:
     from ddpforge.training.stages import Built as Built
     from ddpforge.training.stages import Chosen as Chosen
     from ddpforge.training.stages import Dealt as Dealt
+    from ddpforge.training.updates import batches_per_step as batches_per_step
+    from ddpforge.training.updates import tasks_by_update as tasks_by_update
 
 _MODULES = {
     "ddpforge.app.api": "load",
@@ -131,7 +131,7 @@ _MODULES = {
     "ddpforge.runs.metrics": "Row read_metrics",
     "ddpforge.runs.summary": "Comparison RunSummary differences find_runs "
     "leading named_runs sorted_by summarize thinned",
-    "ddpforge.training.alternating_updates": "batches_per_step tasks_by_update",
+    "ddpforge.training.updates": "batches_per_step tasks_by_update",
     "ddpforge.training.assemble": "assemble",
     "ddpforge.training.blocks": "find_blocks",
     "ddpforge.training.checks": "check check_built",

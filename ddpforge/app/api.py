@@ -21,6 +21,7 @@ from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
@@ -28,6 +29,8 @@ from ddpforge.data import RankShare, mix, open_data
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
+from ddpforge.features.frozen_dtype import cast_weights
+from ddpforge.features.frozen_weights import verify_frozen
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.launchers.local import LaunchSpec, prepare_launch
 from ddpforge.ranks.collectives import SingleRank
@@ -37,8 +40,6 @@ from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
-from ddpforge.training.frozen_dtype import cast_weights
-from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
 from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import key_of, source_components
@@ -422,7 +423,7 @@ class TrainedRun:
         reader = self._reader
         held = chosen_weights(reader, self.weights)
         wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
-        own = self._left_out(model, held) if omits_frozen(reader.metadata.loop) else {}
+        own = self._left_out(model, held) if omits_weights(reader.metadata.loop) else {}
         if missing := sorted(name for name, kept in wanted.items() if kept not in held and name not in own):
             raise CheckpointError(f"{self.checkpoint} is of another model: it lacks {', '.join(missing[:5])}")
         if unused := sorted(set(held) - set(wanted.values())):

@@ -16,7 +16,9 @@ from typing import Any
 from ddpforge.app.memory_check import MemoryBudget, MemoryCheck, is_enabled, with_oom_advice
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
+from ddpforge.features.profiling import Profile
 from ddpforge.interfaces import RankWatch, RunAttempt, Tracker, World
 from ddpforge.local_world import is_launched
 from ddpforge.ranks import heartbeat, process_exit
@@ -42,10 +44,8 @@ from ddpforge.training.assemble import assemble, cleanup
 from ddpforge.training.callbacks import check_no_state
 from ddpforge.training.contract import ParameterCount, contract_of
 from ddpforge.training.fingerprint import DataPrint, check_unchanged_data
-from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.loop import Around, Trainer
 from ddpforge.training.oom import explain_oom, state_bytes
-from ddpforge.training.profiling import Profile
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
 
@@ -176,7 +176,7 @@ class Attempt:
             warn_restart(self.folder)
         if checkpoint:
             on_rank_zero(self.world.global_ranks, partial(self._reject_another_run, checkpoint, prints))
-        initial = checkpoint is None or omits_frozen(checkpoint.metadata.loop)
+        initial = checkpoint is None or omits_weights(checkpoint.metadata.loop)
         init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
             parts,

@@ -31,6 +31,9 @@ from ddpforge.data.sources import JoinedSources, check_source, join_sources, mix
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
+from ddpforge.features.auxiliary import declared
+from ddpforge.features.frozen_dtype import cast_weights
+from ddpforge.features.memory_format import make_dense
 from ddpforge.interfaces import (
     AuxiliaryModule,
     BatchSampler,
@@ -46,20 +49,17 @@ from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.run_plan import BatchPlan, RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection
-from ddpforge.training.alternating_updates import batches_per_step
-from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checks import check, check_built, check_samples
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.fingerprint import DataPrint, compare_built
-from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.loaders import served
-from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of, source_components
+from ddpforge.training.updates import batches_per_step
 
 __all__ = [
     "WEIGHTS",

@@ -11,11 +11,11 @@ from ddpforge.interfaces import Task, mix
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
-from ddpforge.training.alternating_updates import update_names
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import with_direction
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Chosen
+from ddpforge.training.updates import update_names
 
 __all__ = ["TEACHERS", "choose"]
 

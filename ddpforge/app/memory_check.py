@@ -29,7 +29,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.training.contract import ParameterCount
 
 if TYPE_CHECKING:
-    from ddpforge.training.memory_tracker import MemoryTracker
+    from ddpforge.features.memory_tracker import MemoryTracker
 
 __all__ = ["MemoryBudget", "MemoryCheck", "is_enabled", "with_oom_advice"]
 
@@ -97,7 +97,7 @@ class MemoryCheck:
             self._compare(step - 1)
 
     def _measure(self) -> None:
-        from ddpforge.training.memory_tracker import MemoryTracker  # a slow import that most runs do not need
+        from ddpforge.features.memory_tracker import MemoryTracker  # a slow import that most runs do not need
 
         if device_kind(self._world.device).is_host:
             self._ledger = self._life.enter_context(MemoryTracker(_phase, real=True))

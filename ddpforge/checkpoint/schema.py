@@ -13,7 +13,7 @@ COMMIT contains the manifest's hash, and the manifest the hashes of all other fi
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Annotated, Literal, get_args
 
@@ -26,6 +26,7 @@ MANIFEST, COMMIT, MODEL = "manifest.json", "COMMIT", "model.safetensors"
 LATEST = "latest.json"  # in the folder of checkpoints: has the name of the newest one
 FOLDER = re.compile(r"step-(\d{9,})-[0-9a-f]{4}")
 
+OMITTED = "left_out."  # prefix of the checksums of weights that a checkpoint omits, among its numbers
 MOST_TEXT = 1 << 28  # bytes of JSON: about a million chunks
 
 
@@ -211,3 +212,8 @@ def position_flaw(position: Mapping[str, object]) -> str | None:
         if not all(isinstance(x, wanted) and type(x) is not bool and 0 <= x < 1 << 63 for x in numbers):
             return f"position.{key} holds a value that no run writes"
     return None
+
+
+def omits_weights(numbers: Iterable[str]) -> bool:
+    """True if a checkpoint with these numbers omits the frozen weights, because every start loads them anew."""
+    return any(name.startswith(OMITTED) for name in numbers)

@@ -140,9 +140,9 @@ class _Weights(NamedTuple):
 def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
     """Returns the model's state dict, built from the recipe, if the checkpoint omits frozen weights; else None."""
     from ddpforge.api import load, read_manifest
-    from ddpforge.training.frozen_weights import omits_frozen
+    from ddpforge.checkpoint.schema import omits_weights
 
-    return load(checkpoint).model().state_dict() if omits_frozen(read_manifest(checkpoint).loop) else None
+    return load(checkpoint).model().state_dict() if omits_weights(read_manifest(checkpoint).loop) else None
 
 
 def _form(form: str | None, out: str | None) -> str:

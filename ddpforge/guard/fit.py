@@ -9,20 +9,20 @@ from ddpforge.components.local_code import component_name
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
+from ddpforge.features.auxiliary import OWNER
+from ddpforge.features.float8 import check_float8
+from ddpforge.features.task_state import NAME, check_no_parameters, has_state
 from ddpforge.guard.sources import check_names, check_sources
 from ddpforge.guard.static import kind_of
 from ddpforge.interfaces import EpochBatchSampler, Task
-from ddpforge.training.alternating_updates import batches_per_step
-from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of
-from ddpforge.training.float8 import check_float8
 from ddpforge.training.initial_weights import find_initial
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.stages import MISSING, Built
-from ddpforge.training.task_state import NAME, check_no_parameters, has_state
+from ddpforge.training.updates import batches_per_step
 
 __all__ = [
     "CHECKS",

@@ -30,7 +30,7 @@ from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.strategies import named_state
 from ddpforge.strategies.torch_replica import TorchReplica
-from ddpforge.training.batchnorm import unchanged
+from ddpforge.training.buffers import unchanged
 from ddpforge.training.checks import FirstStepCheck
 from ddpforge.training.contract import SMALL, contract_of
 from ddpforge.training.stages import Built, Dealt

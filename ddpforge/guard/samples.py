@@ -28,7 +28,6 @@ from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.interfaces.forms import described
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
-from ddpforge.training.alternating_updates import UpdateTask, tasks_by_update, with_summed_loss
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import SMALL, count_parameters
@@ -43,6 +42,7 @@ from ddpforge.training.task_checks import (
     naming_dataset,
 )
 from ddpforge.training.totals import add
+from ddpforge.training.updates import UpdateTask, tasks_by_update, with_summed_loss
 
 __all__ = ["CHECKS", "FirstSamples", "check_each_dataset", "check_first_batch", "evaluate"]
 

@@ -18,11 +18,11 @@ from ddpforge.interfaces import DeviceKind, Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
-from ddpforge.training.alternating_updates import accepts_update, update_names
 from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
 from ddpforge.training.stages import MISSING, Chosen
+from ddpforge.training.updates import accepts_update, update_names
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

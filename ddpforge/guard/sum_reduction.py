@@ -17,7 +17,7 @@ from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Replica, Task, World
-from ddpforge.training.batchnorm import unchanged
+from ddpforge.training.buffers import unchanged
 from ddpforge.training.checks import FirstStepCheck
 from ddpforge.training.contract import SMALL, contract_of
 from ddpforge.training.stages import Dealt

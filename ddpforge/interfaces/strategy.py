@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ddpforge.interfaces.optimizer import MultiPassOptimizer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpforge.interfaces.task import Task
+    from ddpforge.interfaces.metric import Total
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "ForwardSplit",
     "Pass",
     "Replica",
-    "SamplesOfSource",
     "Sharded",
     "Simulation",
     "Strategy",
@@ -198,13 +197,6 @@ class Strategy(ABC):
 
 
 # ---------------------------------------------------------------------------------------------- replicas
-class SamplesOfSource(NamedTuple):
-    """Samples of one source in a batch: their places, and the number of items that their loss sums over."""
-
-    rows: Sequence[int]
-    items: Tensor | int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """Forward (and backward) pass of one micro-batch on this rank.
@@ -220,9 +212,7 @@ class Pass:
     last: bool = True  # of its step
     needs_outputs: bool = True  # the outputs of `compute` are used for metrics
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # enter it for the whole pass, or for each part
-    sources: Mapping[str, SamplesOfSource] = field(
-        default_factory=dict
-    )  # if the losses of sources are measured, by source
+    totals: Sequence[Callable[[Tensor, Any, Any], Mapping[str, Total]]] = ()  # further ones: of loss, outputs and batch
 
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]

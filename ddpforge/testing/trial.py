@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ddpforge.api import MicroBatch, RankShare, SingleRank, open_data, take, tasks_by_update
+from ddpforge.features.auxiliary import declared
 from ddpforge.interfaces import Task, World
 from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.training.auxiliary import declared
 
 __all__ = ["SAMPLES", "ComponentTrial", "first_batches", "fresh", "settle", "trial_of"]
 

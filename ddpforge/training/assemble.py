@@ -13,32 +13,26 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.errors import ForgeError, PluginError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.training.alternating_updates import batches_per_step
-from ddpforge.training.auxiliary import HOOKS, place
-from ddpforge.training.batchnorm import watch_batchnorm
-from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import check_first_step
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.features import Assembled, Feature, features_of, rework
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
-from ddpforge.training.float8 import put_float8
-from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
-from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parameter_groups import freeze_batchnorm_statistics, local_groups, parameter_groups
-from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
-from ddpforge.training.source_losses import source_losses
+from ddpforge.training.parameter_groups import local_groups, parameter_groups
+from ddpforge.training.restoring import OF_TASK, restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.stages import Built, Dealt
-from ddpforge.training.task_state import NAME, TaskState, Unsaved, check_no_parameters, has_state
 
 __all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses"]
 
@@ -75,7 +69,6 @@ def assemble(
     first_checks = [] if trained else check_first_step(parts, world)
     model = _spread(parts)
     with recipe_faults():
-        watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
         updates, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
     check_scheduled_values(optimizer, parts.value_schedules, parts.plan.horizon.total)
@@ -84,7 +77,8 @@ def assemble(
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)
-    beside = _beside(parts, world, replica, begins=begins)
+    features = features_of(Assembled(parts=parts, world=world, replica=replica, begins=begins, trains=True))
+    beside = _callbacks_of(parts, features)
     shows = MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
     parts.task.log_media = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
@@ -99,17 +93,14 @@ def assemble(
         value_schedules=parts.value_schedules,
         plan=parts.plan,
         training=parts.training,
-        evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),
+        evaluator=_evaluator(parts, world, replica, features, {**beside, **parts.callbacks}),
         callbacks={**beside, **parts.callbacks},
-        unsaved=Unsaved(
-            parts.task, replica.unwrapped, parts.auxiliary, beside.get(NAME), is_rank_zero=world.is_rank_zero
-        ),
         checkpoints=checkpoints,
         tracker=tracker,
         saving=saving,
         shows=shows,
         first_checks=first_checks,
-        sources=source_losses(parts),
+        features=features,
     )
 
 
@@ -134,28 +125,24 @@ def assemble_evaluator(
             groups = local_groups(parameter_groups(model, ()))
         # A strategy prepares a model together with an optimizer: this SGD has no state.
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        beside = _beside(parts, world, replica, begins=False)
+        features = features_of(Assembled(parts=parts, world=world, replica=replica, begins=False, trains=False))
+        beside = _callbacks_of(parts, features)
         _start(parts, world, replica, MediaLogger(Tracker(), is_rank_zero=world.is_rank_zero), folder, life)
-        if omits_frozen(checkpoint.metadata.loop) and (source := parts.recipe.checkpoint.init_from):
+        if omits_weights(checkpoint.metadata.loop) and (source := parts.recipe.checkpoint.init_from):
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_ignore)
-        restore_weights(replica, checkpoint, world.global_ranks)
+        restore_weights(replica, checkpoint, features)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
         if weights is not None:
             restore_kept(replica, checkpoint, weights)
-        yield _evaluator(parts, world, replica, beside, parts.callbacks if weights is None else {})
+        yield _evaluator(parts, world, replica, features, {**beside, **(parts.callbacks if weights is None else {})})
         replica.close()
 
 
 # ---------------------------------------------------------------------------------------------- parts of both
-def _beside(parts: Dealt, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
-    """Returns the parts of the task that are called like callbacks, by name.
-
-    Checkpoints hold its auxiliary modules and its own state; its callback has no state.
-    """
-    found: dict[str, Callback] = {**place(parts.auxiliary, parts.strategy, replica, world, begins=begins)}
-    if parts.task.callback:
-        found[HOOKS] = parts.task.callback
-    return {**found, NAME: TaskState(parts.task, replica, world.global_ranks)} if has_state(parts.task) else found
+def _callbacks_of(parts: Dealt, features: Sequence[Feature]) -> dict[str, Callback]:
+    """Returns the callbacks of features and of the task, by name; they are called before those of the recipe."""
+    found = {name: one for feature in features for name, one in feature.callbacks().items()}
+    return {**found, OF_TASK: parts.task.callback} if parts.task.callback else found
 
 
 def _spread(parts: Built) -> nn.Module:
@@ -163,32 +150,15 @@ def _spread(parts: Built) -> nn.Module:
 
     Build the optimizer afterwards: the strategy may replace the model's parameters.
     """
-    train = parts.recipe.train
     with recipe_faults():
-        blocks = find_blocks(parts.model, train.blocks)
-        put_float8(parts.model, blocks, train)
-        rework_blocks(blocks, train)
-        bare = parts.model
-        if train.sync_batchnorm:
-            bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
-        freeze_batchnorm_statistics(bare, train.freeze)
-        if train.channels_last:
-            put_channels_last(bare)
-        return parts.strategy.wrap(bare, blocks)
-
-
-def _batches(parts: Dealt) -> int | None:
-    """Returns the number of global batches of the run; None if it is not known."""
-    total = parts.plan.horizon.total
-    return total and total * batches_per_step(parts.updates)
+        blocks = find_blocks(parts.model, parts.recipe.train.blocks)
+        return parts.strategy.wrap(rework(parts, parts.model, blocks), blocks)
 
 
 def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
     """Returns the strategy's replica; raises StrategyError if it breaks the strategy's contract."""
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
-    if parts.recipe.train.channels_last:
-        check_channels_last(replica.unwrapped, parts.recipe.strategy.use)
     verify_contract(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
     return replica
 
@@ -216,8 +186,6 @@ def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, fol
     )
     with replica.weights.whole_guard():
         parts.task.start(replica.unwrapped, world)
-    if parts.trains:
-        check_no_parameters(parts.task, replica.unwrapped, parts.auxiliary.values())
     compile_losses(parts.task, parts.recipe.train)
     own = [parts.task.callback] if parts.task.callback else []
     for callback in (*own, *parts.callbacks.values()):
@@ -245,7 +213,7 @@ def _evaluator(
     parts: Dealt,
     world: World,
     replica: Replica,
-    beside: Mapping[str, Callback],
+    features: Sequence[Feature],
     callbacks: Mapping[str, Callback],
 ) -> Evaluator:
     return Evaluator(
@@ -253,8 +221,9 @@ def _evaluator(
         replica=replica,
         task=parts.task,
         sets=parts.evaluation,
-        callbacks={**beside, **callbacks},
+        callbacks=callbacks,
         seed=parts.recipe.train.seed,
+        features=features,
     )
 
 

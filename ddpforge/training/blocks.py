@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
-import torch
 from torch import nn
 
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.training.activation_checkpointing import checkpointed
 
-__all__ = ["check_blocks", "find_blocks", "rework_blocks"]
+__all__ = ["check_blocks", "find_blocks"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
@@ -35,47 +33,6 @@ def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
     for key in ("activation_checkpointing", "compile_blocks"):
         if getattr(train, key) and not blocks:
             raise ValueError(f"train.{key} needs repeated blocks, and the model has none; name classes in train.blocks")
-
-
-def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Applies activation checkpointing and compilation to the blocks, as the recipe sets them.
-
-    Replaces `forward` of each block in place: names and hooks do not change. Raises ValueError if there are no blocks,
-    or if the settings exclude each other.
-    """
-    check_blocks(blocks, train)
-    for block in blocks:
-        if train.activation_checkpointing:
-            _recompute(block, train)
-        elif train.compile_blocks:
-            block.forward = torch.compile(block.forward, mode=train.compile)
-
-
-def _recompute(block: nn.Module, train: TrainSection) -> None:
-    """Applies activation checkpointing and, if set, compilation to a block; raises ValueError if they conflict."""
-    # Recomputing compiled code does not repeat its side effects, unless a graph break makes a part run in Python.
-    # Buffers must not change twice: a block with buffers is compiled on its own, and recomputed from outside.
-    names = [name for name, _ in block.named_buffers()]
-    selective = train.activation_checkpointing == "selective"
-    if train.compile == "off" or not names:
-        block.forward = checkpointed(block, block.forward, selective=selective)
-        if train.compile_blocks:
-            block.forward = torch.compile(block.forward, mode=train.compile)
-        return
-    if train.compile != "default":
-        raise ValueError(
-            f'train.compile = "{train.compile}" replays CUDA graphs, in which train.activation_checkpointing cannot '
-            f"restore buffers that forward changes, such as `{names[0]}` of {type(block).__name__}; set "
-            'train.compile = "default", or remove train.activation_checkpointing'
-        )
-    if selective:
-        raise ValueError(
-            f'train.activation_checkpointing = "selective" cannot choose operations here: train.compile compiles '
-            f"a {type(block).__name__} as a whole, because it has buffers such as `{names[0]}`; set "
-            "train.activation_checkpointing = true, or remove train.compile"
-        )
-    inner = torch.compile(block.forward, mode=train.compile)
-    block.forward = torch.compiler.disable(checkpointed(block, inner))  # type: ignore[no-untyped-call]
 
 
 def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, Tracker
+from ddpforge.interfaces import Callback, CanonicalState, Replica, Tracker
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.schema import CheckpointSection
 from ddpforge.training.callbacks import state_of
-from ddpforge.training.frozen_weights import checksums_match, omits_frozen, without_frozen
+from ddpforge.training.features import Feature, methods_of
 from ddpforge.training.progress import Progress
 
 __all__ = ["CheckpointSaver"]
@@ -36,7 +36,7 @@ class CheckpointSaver:
         replica: Replica,
         callbacks: Callable[[], Mapping[str, Callback]],
         tracker: Tracker,
-        ranks: Ranks,
+        features: Sequence[Feature] = (),
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
@@ -45,10 +45,9 @@ class CheckpointSaver:
         self.step: int | None = None  # the newest step that is saved or being saved
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
-        self._ranks = ranks
+        self._saved_state = methods_of(features, "saved_state")
         self.copying = False  # whether weights may still be being copied, so that `before_update` must be called
         self._reserved = False  # whether memory for copies is reserved
-        self._left_out: Mapping[str, Any] = {}  # checksums of the weights that checkpoints omit
 
     @property
     def ready(self) -> bool:
@@ -61,9 +60,8 @@ class CheckpointSaver:
         self.wait_for_pending()
         self._replica.sync_buffers()
         state = self._replica.state()
-        if self.settings.save == "trainable":
-            state = without_frozen(state, self._replica, self._ranks)
-            self._reject_moved(state.scalars)
+        for changed in self._saved_state:
+            state = changed(state)
         facts = CheckpointMetadata(
             step=progress.step,
             samples=progress.samples,
@@ -94,16 +92,6 @@ class CheckpointSaver:
 
     def _own(self, state: CanonicalState[Any]) -> RankState:
         return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
-
-    def _reject_moved(self, numbers: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if omitted weights have changed since the first checkpoint."""
-        now = {name: x for name, x in numbers.items() if omits_frozen([name])}
-        if self._left_out and not checksums_match(now, self._left_out):
-            raise CheckpointError(
-                "frozen weights have changed during the run, and checkpoints omit them",
-                hints=['set checkpoint.save = "all"'],
-            )
-        self._left_out = now
 
     def wait_for_pending(self, *, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if there is one, and reports it to callbacks and tracker.

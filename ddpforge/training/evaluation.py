@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
@@ -20,14 +20,14 @@ from ddpforge.interfaces import Callback, Compute, Pass, Replica, SampleColumns,
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.failures import exit_code_of
 from ddpforge.ranks.signals import NoData, waiting_for_data
-from ddpforge.training.alternating_updates import finish_metrics, metric_name, reported_metrics, tasks_by_update
 from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.consensus import EvaluationInterrupted, PeriodicCheck
-from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.features import Feature, methods_of
 from ddpforge.training.step import measure
 from ddpforge.training.task_checks import CheckedTask, check_whole, naming_dataset
 from ddpforge.training.totals import add, items_of, loss_total
+from ddpforge.training.updates import finish_metrics, metric_name, reported_metrics, tasks_by_update
 
 __all__ = ["Evaluator", "metric_prefix"]
 
@@ -63,7 +63,9 @@ class Evaluator:
         sets: Mapping[str, Batches],
         callbacks: Mapping[str, Callback],
         seed: int,
+        features: Sequence[Feature] = (),
     ) -> None:
+        self._features = features
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
@@ -195,10 +197,11 @@ class Evaluator:
 
         Raises UsageError if no target of the set counts.
         """
-        read = Fingerprint()
-        quantities = self._quantities(lambda: read.noted(micro_batches))
-        means = self._world.global_ranks.reduce_metrics({**quantities, **read.totals()}, reported_metrics(self._task))
-        read.check_same(means, step=step)
+        quantities = self._quantities(lambda: self._noted(micro_batches))
+        own = {key: value for totals in methods_of(self._features, "totals") for key, value in totals().items()}
+        means = self._world.global_ranks.reduce_metrics({**quantities, **own}, reported_metrics(self._task))
+        for take in methods_of(self._features, "take"):
+            take(means, step)
         if not means.pop(_COUNTED):
             self.failed_together = True
             raise UsageError(
@@ -207,6 +210,14 @@ class Evaluator:
                 hints=["look at the targets of the dataset (`ddpforge data show`): all have the ignored value"],
             )
         return finish_metrics(self._task, means)
+
+    def _noted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yields the same micro-batches, and passes each on to the features."""
+        noting = methods_of(self._features, "after_draw")
+        for micro in micro_batches:
+            for note in noting:
+                note(micro)
+            yield micro
 
     def quantities(self, micro_batches: Iterable[MicroBatch], update: str = "") -> dict[str, Total | SampleColumns]:
         """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count.

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any, Literal, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
@@ -28,34 +28,23 @@ from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
-from ddpforge.training.alternating_updates import (
-    AlternatingUpdates,
-    TakesSteps,
-    batches_per_step,
-    reported_metrics,
-    tasks_by_update,
-    update_schedule,
-)
-from ddpforge.training.auxiliary import modules_with_buffers
 from ddpforge.training.batch_checks import nonfinite_values
-from ddpforge.training.batchnorm import BatchNormAverager, unchanged
+from ddpforge.training.buffers import unchanged
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import FirstStepCheck
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.frozen_weights import convert_frozen, fill_frozen, without_state_of_frozen
+from ddpforge.training.features import Feature, TakesSteps, methods_of
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.rows import RowBuilder
-from ddpforge.training.source_losses import SourceLosses
-from ddpforge.training.step import KeepsBuffers, Stepper, update_of
-from ddpforge.training.task_state import Unsaved
+from ddpforge.training.step import Stepper
+from ddpforge.training.updates import batches_per_step, reported_metrics, tasks_by_update, update_schedule
 
 __all__ = ["Around", "Trainer"]
 
@@ -106,21 +95,24 @@ class Trainer:
         tracker: Tracker,
         saving: CheckpointSaver | None = None,
         shows: MediaLogger | None = None,
-        unsaved: Unsaved | None = None,
         first_checks: Sequence[FirstStepCheck] = (),
-        sources: SourceLosses | None = None,
+        features: Sequence[Feature] = (),
     ) -> None:
         # parts of the run
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
-        self._workers, self._epochs_of_sources = training.workers, training.epochs_of_sources
+        self._workers = training.workers
         self.callbacks, self.tracker = callbacks, tracker
         self.saving = saving or CheckpointSaver(
-            checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.global_ranks
+            checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, features
         )
         self._recipe = recipe
         self._shows = shows or MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
-        self._unsaved, self._looks = unsaved, unsaved is not None  # whether its first two steps are not complete
+        self._features = features
+        self._after_step, self._after_draw, self._rows, self._totals, self._takes, self._before_save = (
+            methods_of(features, method)
+            for method in ("after_step", "after_draw", "row", "totals", "take", "before_save")
+        )
         self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
@@ -145,7 +137,6 @@ class Trainer:
         self._interrupted = False  # whether an evaluation was interrupted
         self._rollbacks, self._back_at = 0, -1  # rollbacks in a row to the same step, and that step
         self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
-        self._read = Fingerprint()
 
         # decisions of all ranks
         self.stop = StopRequests()
@@ -158,45 +149,45 @@ class Trainer:
         starts = {name: plan.horizon.steps(group.start) for name, group in groups if group.start}
         self._rates = Rates(optimizer, schedules, value_schedules, starts)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
-        self._steppers = self._steppers_by_update(first_checks, sources)
+        self._stateful: nn.Module = replica.unwrapped  # the modules whose buffers a step may change
+        if more := [module for one in features for module in one.stateful_modules()]:
+            self._stateful = nn.ModuleList([replica.unwrapped, *more])
+        for feature in features:
+            feature.start(self._stateful)
+        self._steppers = self._steppers_by_update(first_checks)
+        self._stepper = self._combined()
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}
         self._draws = batches_per_step(updates)
-        takers = self._step_takers()
-        self._stepper = AlternatingUpdates(replica, takers, updates, self._draw) if updates else takers[""]
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
 
-    def _steppers_by_update(
-        self, first_checks: Sequence[FirstStepCheck], sources: SourceLosses | None
-    ) -> dict[str, Stepper]:
+    def _steppers_by_update(self, first_checks: Sequence[FirstStepCheck]) -> dict[str, Stepper]:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
-        recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
-        self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
-        statistics = BatchNormAverager(stateful) if recipe.train.virtual_ranks else None
+        replica, optimizer = self.replica, self.optimizer
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
+        around = methods_of(self._features, "around_update")
         return {
             update: Stepper(
-                world,
+                self.world,
                 replica,
-                one,
-                update_of(replica, optimizers[update], stateful),
-                seed=recipe.train.seed,
-                stateful=stateful,
-                statistics=statistics,
-                sources=sources,
-                first_checks=[partial(check, replica, one, stateful) for check in first_checks],
+                task,
+                next(filter(None, (one(optimizers[update]) for one in around)), None),
+                seed=self._recipe.train.seed,
+                stateful=self._stateful,
+                features=self._features,
+                first_checks=[partial(check, replica, task, self._stateful) for check in first_checks],
                 saving=self.saving,
             )
-            for update, one in tasks_by_update(self.task).items()
+            for update, task in tasks_by_update(self.task).items()
         }
 
-    def _step_takers(self) -> dict[str, TakesSteps]:
-        """Returns the object that takes the steps of an update, by update."""
-        train = self._recipe.train
-        keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
-        return {
-            update: KeepsBuffers(stepper, self._stateful) if keeps else stepper
-            for update, stepper in self._steppers.items()
-        }
+    def _combined(self) -> TakesSteps:
+        """Returns what takes a step: a stepper, in what features put around it, or several in turn."""
+        wrapped: dict[str, TakesSteps] = {**self._steppers}
+        for around in methods_of(self._features, "around_stepper"):
+            wrapped = {update: around(stepper) for update, stepper in wrapped.items()}
+        for combine in methods_of(self._features, "combine"):
+            wrapped[""] = combine(wrapped, self._draw)
+        return wrapped[""]
 
     # ------------------------------------------------------------------------------------------ the run
     def restore(self, checkpoint: CheckpointReader) -> None:
@@ -208,9 +199,9 @@ class Trainer:
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, extra_state={})
-        state = without_state_of_frozen(state, self.replica)
-        state = convert_frozen(state, self.replica)
-        self.replica.load_state(fill_frozen(state, self.replica, self.world.global_ranks))
+        for loaded in methods_of(self._features, "loaded_state"):
+            state = loaded(state)
+        self.replica.load_state(state)
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
@@ -367,11 +358,12 @@ class Trainer:
                 raise PluginError(
                     f"{kind} promises that callbacks can read gradients, but its step did not call `on_gradient`"
                 )
-            if self._looks:
-                self._looks = self._unsaved is not None and self._unsaved.look()
+            if self._after_step:
+                self._after_step = tuple(after for after in self._after_step if after())
         self.progress.step = step
         for first in self._drawn:
-            self._read.note(first)
+            for note in self._after_draw:
+                note(first)
             self.progress.samples += first.step_samples
             self.rows.stopwatch.samples += first.step_samples
         self.rows.stopwatch.steps += 1
@@ -410,7 +402,9 @@ class Trainer:
 
         It does not wait for the device unless the step logs.
         """
-        riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready), **self._read.totals()}
+        riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready)}
+        for own in self._totals:
+            riding |= own()
         if self._setting_rates:
             riding[_FACTOR] = self._factor
         heartbeat.beat(heartbeat.REDUCE)
@@ -421,7 +415,8 @@ class Trainer:
             self.rows.take(means, self.progress, self.end)
         else:
             means = self.world.global_ranks.all_reduce_mean(riding)
-        self._read.check_same(means, step=self.progress.step)
+        for take in self._takes:
+            take(means, self.progress.step)
         self._reject_another_factor(means.pop(_FACTOR, self._factor))
         if self.consensus.take(means).all_saved:
             self.saving.wait_for_pending()
@@ -474,8 +469,8 @@ class Trainer:
         lr, watch, norm = self.optimizer.param_groups[0]["lr"], self.rows.stopwatch, self.nonfinite.norms.newest
         row = self.rows.row(means, self.progress, lr=lr, grad_norm=norm) if means else {}
         if row:
-            epochs = self._epochs_of_sources(self.progress.step * self._draws)
-            row |= {f"train/{name}/epochs": count for name, count in epochs.items()}
+            for columns in self._rows:
+                row |= columns(self.progress.step)
         seconds = watch.seconds / max(1, watch.steps)
         return StepInfo(step=self.progress.step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
@@ -581,8 +576,8 @@ class Trainer:
             return
         self.rows.stopwatch.pause()
         self.saving.wait_for_pending()
-        if self._unsaved:
-            self._unsaved.compare()
+        for before in self._before_save:
+            before()
         self.progress.seconds = time.monotonic() - self._began
         self.saving.save(self.progress, self._metrics_of(self.progress.step), last=last)
         self.rows.stopwatch.resume()

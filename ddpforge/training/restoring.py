@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ddpforge.checkpoint.reader import CheckpointReader, Saved
 from ddpforge.checkpoint.state import CheckpointMetadata
 from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, TensorShard, World
+from ddpforge.interfaces import Callback, CanonicalState, Replica, TensorShard, World
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
-from ddpforge.training.auxiliary import HOOKS, PlacedAuxiliary
-from ddpforge.training.frozen_weights import convert_frozen, fill_frozen
+from ddpforge.training.features import Feature, OwnedState, methods_of
 from ddpforge.training.initial_weights import in_dtype
-from ddpforge.training.task_state import TaskState
 
-__all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
+__all__ = ["OF_TASK", "is_another", "restore_callbacks", "restore_kept", "restore_weights"]
 
 log = logging.getLogger("ddpforge")
 
 
-def restore_weights(replica: Replica, checkpoint: CheckpointReader, ranks: Ranks) -> None:
+OF_TASK = "task.callback"  # name of the task's own callback, which has no state
+
+
+def restore_weights(replica: Replica, checkpoint: CheckpointReader, features: Sequence[Feature]) -> None:
     """Restores the weights and buffers of the model, but no state of the optimizer and the strategy.
 
     Raises CheckpointError if the checkpoint is of another model.
     """
-    saved = fill_frozen(convert_frozen(checkpoint.state(), replica), replica, ranks)
+    saved = checkpoint.state()
+    for loaded in methods_of(features, "loaded_state"):
+        saved = loaded(saved)
     if missing := sorted(replica.state().model.keys() - saved.model.keys()):
         more = " …" if len(missing) > 5 else ""
         raise CheckpointError(
@@ -60,25 +64,15 @@ def restore_callbacks(
 ) -> None:
     """Restores the state of each callback, unless another component had its name when the state was saved.
 
-    Auxiliary modules, and the task's own state, belong to the task: with another task they begin as in a new run.
+    The state of features belongs to the task: with another task it begins as in a new run.
     """
     facts, kept = checkpoint.metadata, checkpoint.callbacks()
     for name, callback in callbacks.items():
-        if isinstance(callback, PlacedAuxiliary):
-            if is_another(facts, recipe.task.use, "task", world=world):
-                callback.begin()
-            elif name not in kept:
-                raise CheckpointError(f"the checkpoint has no auxiliary module `{callback.name}`, which the task uses")
-            else:
-                callback.load_state(kept[name])
-        elif isinstance(callback, TaskState):
-            if name in kept and not is_another(facts, recipe.task.use, "task", world=world):
-                callback.load_state(kept[name])
-            elif name not in kept and world.is_rank_zero:
-                log.warning("the checkpoint has no state of the task, which starts with the state of its constructor")
+        if isinstance(callback, OwnedState):
+            callback.restore(kept.get(name), partial(is_another, facts, recipe.task.use, "task", world=world))
         elif (
             name in kept
-            and name != HOOKS
+            and name != OF_TASK
             and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world)
         ):
             callback.load_state(kept[name])

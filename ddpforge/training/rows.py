@@ -12,10 +12,10 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total, World
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.run_plan import RunPlan
-from ddpforge.training.alternating_updates import finish_metrics, metric_name
 from ddpforge.training.cadence import Stopwatch
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.progress import Progress
+from ddpforge.training.updates import finish_metrics, metric_name
 
 __all__ = ["RowBuilder", "TimeBreakdown"]
 

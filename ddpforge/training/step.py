@@ -7,25 +7,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns, SupportsMultiPass, Task, Total, World
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Pass, Replica, SampleColumns, Task, Total, World
 from ddpforge.ranks import heartbeat
 from ddpforge.training.batch_checks import raise_if_batch_explains
-from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.training.buffers import unchanged
 from ddpforge.training.checkpoint_saver import CheckpointSaver
-from ddpforge.training.source_losses import SourceLosses
+from ddpforge.training.features import Feature, PassTotals, methods_of
 from ddpforge.training.task_checks import CheckedTask, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
 
-__all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "update_of"]
+__all__ = ["Stepper", "measure"]
 
 _FORWARD = 0xF03A  # separates the seeds of forward passes from those of the data
 
@@ -57,8 +56,7 @@ class Stepper:
         *,
         seed: int,
         stateful: nn.Module | None = None,
-        statistics: BatchNormAverager | None = None,
-        sources: SourceLosses | None = None,
+        features: Iterable[Feature] = (),
         first_checks: Iterable[Callable[[MicroBatch], None]] = (),
         saving: CheckpointSaver | None = None,
     ) -> None:
@@ -68,14 +66,16 @@ class Stepper:
             update: updates the weights. A multi-pass optimizer calls the argument of `update`, which computes new
                 gradients of the same micro-batches. None is one `replica.step()`.
             stateful: the module that changes its buffers in forward passes; None is the model.
-            statistics: averages BatchNorm statistics over virtual ranks.
-            sources: measures the losses of the sources of a mixture.
+            features: their methods around passes are called, if they override them.
             first_checks: functions that are called once, with the very first micro-batch.
             saving: copies weights for a checkpoint; an update waits for it.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.unwrapped if stateful is None else stateful
-        self._update, self._statistics, self._sources = update, statistics, sources
+        self._update = update
+        self._before_pass, self._after_passes, self._pass_totals = (
+            methods_of(features, method) for method in ("before_pass", "after_passes", "pass_totals")
+        )
         self._seed, self._first_checks, self._saving = seed, list(first_checks), saving
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
@@ -139,8 +139,8 @@ class Stepper:
             for micro in micro_batches:
                 if self._task.task.whole_batch:
                     check_whole(self._task.task, micro)
-                if self._statistics:
-                    self._statistics.enter(micro.shard)
+                for enter in self._before_pass:
+                    enter(micro)
                 place = (step, micro.number, micro.shard, *([update] if update else []))
                 running.append(micro)
                 yield Pass(
@@ -152,7 +152,7 @@ class Stepper:
                     needs_outputs=measure and micro.samples > 0,
                     # Padding samples are no data: statistics must not count them.
                     context=nullcontext if micro.samples else partial(unchanged, self._stateful),
-                    sources=self._sources.samples(micro) if self._sources and measure else {},
+                    totals=self._further_totals(micro) if self._pass_totals and measure else (),
                 )
 
         for result in self._replica.run_microbatches(passes(), self.compute, trains=True):
@@ -161,8 +161,8 @@ class Stepper:
                 loss, measured = result
                 counted = items_of(self._task.task, micro) if self.counts else micro.samples
                 add(totals, {"loss": loss_total(loss, counted), **(measured or {})})
-        if self._statistics:
-            self._statistics.leave()
+        for leave in self._after_passes:
+            leave()
         return totals
 
     def compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, dict[str, Total]]:
@@ -178,12 +178,15 @@ class Stepper:
             raise_if_batch_explains(error, module, one.batch, "data.train")
             raise
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
-        if self._sources and one.sources:
-            measured |= self._sources.totals(loss.detach(), outputs, one.batch, one.sources)
+        for further in one.totals:
+            measured |= further(loss.detach(), outputs, one.batch)
         heartbeat.beat(heartbeat.BACKWARD)
         if one.last:
             heartbeat.finish_forward()
         return loss, measured
+
+    def _further_totals(self, micro: MicroBatch) -> list[PassTotals]:
+        return [further for one in self._pass_totals if (further := one(micro))]
 
     def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
         """Returns the totals of the task's metrics; skips rows, because gathering them would slow training down."""
@@ -212,57 +215,3 @@ def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | Sa
     for name, quantity in found.items():
         checked_quantity(name, quantity)  # a later batch may give another form
     return {name: exact(quantity) for name, quantity in found.items()}
-
-
-# ---------------------------------------------------------------------------------------------- features of few runs
-class KeepsBuffers:
-    """Stepper that restores the buffers if a gradient is not finite, so that training can continue."""
-
-    def __init__(self, stepper: Stepper, stateful: nn.Module) -> None:
-        self._stepper, self._stateful = stepper, stateful
-
-    def train_step(
-        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
-    ) -> tuple[dict[str, Total], Tensor]:
-        """Takes a step, and restores the buffers if the norm is not finite."""
-        before = Buffers(self._stateful)
-        totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure, update=update)
-        before.restore_unless_finite(norm)
-        return totals, norm
-
-
-class MultiPassUpdate:
-    """Update by a multi-pass optimizer (SAM), which needs gradients at several places; see `MultiPassOptimizer`."""
-
-    def __init__(self, replica: Replica, optimizer: MultiPassOptimizer, stateful: nn.Module) -> None:
-        self._replica, self._optimizer, self._stateful = replica, optimizer, stateful
-        if not isinstance(replica, SupportsMultiPass):
-            raise StrategyError(
-                f"{type(optimizer).__name__} makes {optimizer.passes} passes per step, but the strategy supports only "
-                "optimizers that make one",
-                hints=["use another optimizer or another strategy"],
-            )
-
-    def __call__(self, again: _ForwardBackward) -> Tensor:
-        """Runs the passes after the first one, and updates the weights; returns the last norm."""
-        explores, optimizer = cast(SupportsMultiPass, self._replica), self._optimizer
-        for _ in range(1, optimizer.passes):
-            norm = explores.perturb(optimizer)
-            if not math.isfinite(norm.item()):
-                optimizer.restore()
-                break
-            with unchanged(self._stateful):
-                again()
-        else:
-            optimizer.restore()
-            norm = self._replica.step()
-        if not math.isfinite(norm.item()):  # no update was made: only `changed` makes forward passes use the weights
-            self._replica.weights.mark_changed()
-        return norm
-
-
-def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> MultiPassUpdate | None:
-    """Returns the update of a multi-pass optimizer; None for all others."""
-    if getattr(optimizer, "passes", 1) == 1:
-        return None
-    return MultiPassUpdate(replica, cast(MultiPassOptimizer, optimizer), stateful)

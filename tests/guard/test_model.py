@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
+from ddpforge.features.batchnorm import watch_batchnorm
 from ddpforge.guard.model import CHECKS
-from ddpforge.training.batchnorm import watch_batchnorm
 
 
 class Model(nn.Module):

@@ -94,7 +94,7 @@ FAULTS = (
     ),
     Fault(
         "fp16: the host decides if buffers are restored",
-        "training/batchnorm.py",
+        "features/batchnorm.py",
         "if not self._values:",
         "if norm.isfinite().item():",
         (_waits("mlp fp16 single"),),

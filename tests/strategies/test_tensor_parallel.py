@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import StrategyError, UsageError
+from ddpforge.features.activation_checkpointing import checkpointed
 from ddpforge.interfaces import Pass, Strategy
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.training.activation_checkpointing import checkpointed
 from ddpforge.training.contract import contract_of, count_parameters, verify_contract
 
 VOCABULARY = 31  # two ranks cannot share it equally

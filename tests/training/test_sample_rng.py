@@ -14,8 +14,8 @@ from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.data import RankShare, open_data
 from ddpforge.interfaces import SampleRNG, ShardedDataset, Task, Total
-from ddpforge.training.alternating_updates import tasks_by_update
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.updates import tasks_by_update
 
 IDLE: Any = None
 SAMPLES = 11

@@ -16,6 +16,8 @@ from ddpforge.api import SingleRank, digest, take
 from ddpforge.checkpoint.state import RankState, flatten
 from ddpforge.data.pytree import select
 from ddpforge.errors import PluginError
+from ddpforge.features.source_losses import has_loss_from_outputs
+from ddpforge.features.task_state import NAME, has_state
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
 from ddpforge.testing.cases import Case
 from ddpforge.testing.doubles import in_threads
@@ -23,8 +25,6 @@ from ddpforge.testing.multi_rank_runs import MultiRankRuns
 from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.trial import ComponentTrial, trial_of
-from ddpforge.training.source_losses import has_loss_from_outputs
-from ddpforge.training.task_state import NAME, has_state
 
 _SIZES = (1, 2)  # of pieces of a batch, in samples
 _DRAWS = 64  # evaluations of a loss that uses random numbers

@@ -11,7 +11,7 @@ import torch
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ddpforge.training.memory_tracker import EMPTY, tensors_in
+from ddpforge.features.memory_tracker import EMPTY, tensors_in
 
 __all__ = ["DEVICES", "Device", "Operation", "Seconds", "Sent", "Work"]
 

@@ -27,6 +27,9 @@ from ddpforge.api import (
     tasks_by_update,
 )
 from ddpforge.data.collating import BatchKeys
+from ddpforge.features.alternating_updates import AlternatingUpdates
+from ddpforge.features.memory_tracker import LOSS, LiveTensor, MemoryTracker
+from ddpforge.features.multi_pass import MultiPass
 from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
 from ddpforge.ranks import heartbeat
 from ddpforge.strategies import torch_replica
@@ -36,11 +39,10 @@ from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.tools.simulation.devices import Work
 from ddpforge.tools.simulation.fake import Post, fake_batch, fake_mode, fake_world, without_memory
 from ddpforge.training import assemble
-from ddpforge.training.alternating_updates import AlternatingUpdates, GlobalBatch, TakesSteps
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.features import GlobalBatch, TakesSteps
 from ddpforge.training.media import MediaLogger
-from ddpforge.training.memory_tracker import LOSS, LiveTensor, MemoryTracker
-from ddpforge.training.step import Stepper, update_of
+from ddpforge.training.step import Stepper
 
 __all__ = ["Simulated", "simulate"]
 
@@ -197,10 +199,10 @@ class _Rank:
             self._replica = assemble._prepared(parts, world, model, self._optimizer)
             self._place_others()
         own = self._optimizer.parts if isinstance(self._optimizer, AlternatingOptimizer) else {"": self._optimizer}
+        several_passes = MultiPass(self._replica)
+        several_passes.start(self._replica.unwrapped)
         steppers = {
-            update: _Counted(
-                world, self._replica, one, update_of(self._replica, own[update], self._replica.unwrapped), seed=0
-            )
+            update: _Counted(world, self._replica, one, several_passes.around_update(own[update]), seed=0)
             for update, one in tasks_by_update(parts.task).items()
         }
         for stepper in steppers.values():

@@ -10,8 +10,8 @@ import torch
 from ddpforge.app.api import load
 from ddpforge.builtin.models.lora import Adapters
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.features.frozen_dtype import FrozenDtype, cast_weights
 from ddpforge.training.contract import count_parameters
-from ddpforge.training.frozen_dtype import FrozenDtype, cast_weights
 from safetensors.torch import load_file
 from tiny import TINY
 from torch import Tensor, nn

@@ -9,8 +9,8 @@ import torch
 from ddpforge.builtin.models.lora import Adapters
 from ddpforge.components.errors import RefusedOptions
 from ddpforge.components.registry import Registry
+from ddpforge.features.frozen_dtype import cast_weights
 from ddpforge.recipe.schema import Component
-from ddpforge.training.frozen_dtype import cast_weights
 from tiny import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model

@@ -19,7 +19,7 @@ from ddpforge.builtin.tasks import forms, large_logits
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy, log_probabilities_in_chunks
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import UsageError
-from ddpforge.training.memory_tracker import MemoryTracker
+from ddpforge.features.memory_tracker import MemoryTracker
 
 IGNORED = -100
 CHUNKS = [1, 7, 16, 35, 1000]

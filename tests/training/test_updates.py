@@ -17,15 +17,15 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, UpdateComponent
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
-from ddpforge.training.alternating_updates import (
+from ddpforge.training.learning_rates import Rates
+from ddpforge.training.parameter_groups import parameters_by_update
+from ddpforge.training.updates import (
     AlternatingUpdates,
     batches_per_step,
     finish_metrics,
     tasks_by_update,
     update_names,
 )
-from ddpforge.training.learning_rates import Rates
-from ddpforge.training.parameter_groups import parameters_by_update
 
 
 def turn(**settings: Any) -> UpdateComponent:

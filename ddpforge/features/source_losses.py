@@ -6,29 +6,65 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
-from ddpforge.interfaces import SamplesOfSource, Task, Total
-from ddpforge.training.alternating_updates import update_names
+from ddpforge.interfaces import Task, Total
 from ddpforge.training.contract import contract_of
+from ddpforge.training.features import Assembled, Feature, PassTotals
 from ddpforge.training.stages import Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast
+from ddpforge.training.updates import batches_per_step, update_names
 
-__all__ = ["SourceLosses", "has_loss_from_outputs", "source_losses"]
+__all__ = ["SamplesOfSource", "SourceEpochs", "SourceLosses", "has_loss_from_outputs", "source_losses"]
 
 log = logging.getLogger("ddpforge")
 
 _CLOSE = 0.01  # the loss may have been computed in bfloat16
 
 
-class SourceLosses:
+class SamplesOfSource(NamedTuple):
+    """Samples of one source in a batch: their places, and the number of items that their loss sums over."""
+
+    rows: Sequence[int]
+    items: Tensor | int
+
+
+class SourceEpochs(Feature):
+    """Epochs of each source, in the rows of a run."""
+
+    def __init__(self, parts: Dealt) -> None:
+        self._epochs, self._draws = parts.training.epochs_of_sources, batches_per_step(parts.updates)
+
+    @classmethod
+    def of(cls, run: Assembled) -> Self | None:
+        """Returns the feature if the training data has several sources."""
+        return cls(run.parts) if run.trains and run.parts.training.source_names else None
+
+    @override
+    def row(self, step: int) -> Mapping[str, float]:
+        return {f"train/{name}/epochs": count for name, count in self._epochs(step * self._draws).items()}
+
+
+class SourceLosses(Feature):
     """Sums and counts of the loss of each source, which ranks add up and divide once."""
+
+    @classmethod
+    def of(cls, run: Assembled) -> SourceLosses | None:
+        """Returns the feature if the losses of the recipe's sources can be computed."""
+        return source_losses(run.parts)
+
+    @override
+    def pass_totals(self, micro: MicroBatch) -> PassTotals | None:
+        samples = self.samples(micro)
+        return partial(self.totals_of, samples) if samples else None
 
     def __init__(self, task: Task, names: Sequence[str], *, compiled: bool) -> None:
         """Prepares for the sources `names`; `compiled`: the task's loss is compiled."""
@@ -52,8 +88,8 @@ class SourceLosses:
             found[name] = SamplesOfSource(rows, items_of(self._task, part))
         return found
 
-    def totals(
-        self, loss: Tensor, outputs: Any, batch: Any, samples: Mapping[str, SamplesOfSource]
+    def totals_of(
+        self, samples: Mapping[str, SamplesOfSource], loss: Tensor, outputs: Any, batch: Any
     ) -> dict[str, Total]:
         """Returns the total of each source's loss in a batch, as the metric "NAME/loss".
 

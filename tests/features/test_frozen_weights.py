@@ -10,9 +10,9 @@ from support.saved_tensors import Saved
 from torch import nn
 
 from ddpforge.errors import CheckpointError
+from ddpforge.features.frozen_weights import checksum, fill_frozen, without_frozen, without_state_of_frozen
 from ddpforge.interfaces import CanonicalState, TensorShard
 from ddpforge.ranks.collectives import SingleRank
-from ddpforge.training.frozen_weights import checksum, fill_frozen, without_frozen, without_state_of_frozen
 from ddpforge.training.parameter_groups import freeze, freeze_batchnorm_statistics
 
 

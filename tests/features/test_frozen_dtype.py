@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpforge.builtin.models.frozen_layers import frozen_linear
 from ddpforge.errors import CheckpointError
+from ddpforge.features.frozen_dtype import FrozenDtype, cast_weights
+from ddpforge.features.frozen_weights import convert_frozen
 from ddpforge.interfaces import CanonicalState, TensorShard
 from ddpforge.training.contract import ParameterCount, count_parameters
-from ddpforge.training.frozen_dtype import FrozenDtype, cast_weights
-from ddpforge.training.frozen_weights import convert_frozen
 from ddpforge.training.parameter_groups import freeze
 
 SMALL: dict[FrozenDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
 from ddpforge import compat
 from ddpforge.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddpforge.errors import UsageError
-from ddpforge.training.batchnorm import buffers_of
-from ddpforge.training.memory_tracker import storages, tensors_in
+from ddpforge.features.memory_tracker import storages, tensors_in
+from ddpforge.training.buffers import buffers_of
 
 __all__ = ["checkpointed"]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.features.batchnorm import BatchNormAverager
+from ddpforge.training.buffers import Buffers, unchanged
 
 SHARDS, MICRO = 4, 3
 

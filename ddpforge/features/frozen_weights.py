@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from ddpforge.checkpoint.schema import OMITTED, omits_weights
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Ranks, Region, Replica, SavedTensor, TensorShard, in_float64
+from ddpforge.training.features import Assembled, Feature
 
 __all__ = [
+    "FrozenWeights",
+    "OmittedWeights",
     "checksum",
     "checksums_match",
     "convert_frozen",
     "fill_frozen",
-    "omits_frozen",
     "verify_frozen",
     "without_frozen",
     "without_state_of_frozen",
 ]
-
-_PREFIX = "left_out."  # of the checksums of omitted weights in a checkpoint
 
 
 @torch.no_grad()
@@ -43,10 +45,48 @@ def checksum(held: Mapping[str, Tensor | TensorShard], ranks: Ranks) -> dict[str
 
 
 def checksums_match(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two results of `measure` are of the same weights; they may differ by the order of summation."""
+    """True if two results of `checksum` are of the same weights; they may differ by the order of summation."""
     return one.keys() == other.keys() and all(
         isclose(one[key], value, rel_tol=1e-9, abs_tol=1e-12) for key, value in other.items()
     )
+
+
+class FrozenWeights(Feature):
+    """Frozen weights of a checkpoint, converted to the dtypes of the model's, and filled in if it omits them."""
+
+    def __init__(self, replica: Replica, ranks: Ranks) -> None:
+        self._replica, self._ranks = replica, ranks
+
+    @classmethod
+    def of(cls, run: Assembled) -> FrozenWeights:
+        """Returns the feature; checkpoints of the run omit frozen weights if `checkpoint.save` is "trainable"."""
+        omits = run.parts.recipe.checkpoint.save == "trainable"
+        return (OmittedWeights if omits else FrozenWeights)(run.replica, run.world.global_ranks)
+
+    @override
+    def loaded_state(self, state: CanonicalState[SavedTensor]) -> CanonicalState[SavedTensor]:
+        state = convert_frozen(without_state_of_frozen(state, self._replica), self._replica)
+        return fill_frozen(state, self._replica, self._ranks)
+
+
+class OmittedWeights(FrozenWeights):
+    """Frozen weights that checkpoints omit."""
+
+    def __init__(self, replica: Replica, ranks: Ranks) -> None:
+        super().__init__(replica, ranks)
+        self._omitted: Mapping[str, Any] = {}  # checksums, as the first checkpoint has them
+
+    def saved_state(self, state: CanonicalState[Tensor | TensorShard]) -> CanonicalState[Any]:
+        """Returns the state without frozen weights; raises CheckpointError if they have changed during the run."""
+        state = without_frozen(state, self._replica, self._ranks)
+        now = {name: x for name, x in state.scalars.items() if omits_weights([name])}
+        if self._omitted and not checksums_match(now, self._omitted):
+            raise CheckpointError(
+                "frozen weights have changed during the run, and checkpoints omit them",
+                hints=['set checkpoint.save = "all"'],
+            )
+        self._omitted = now
+        return state
 
 
 # ---------------------------------------------------------------------------------------------- of the model
@@ -55,13 +95,8 @@ def without_frozen(state: CanonicalState[Tensor | TensorShard], replica: Replica
     frozen = replica.weights.frozen()
     model = {name: held for name, held in state.model.items() if name not in frozen}
     aliases = {alias: name for alias, name in state.aliases.items() if name in model}
-    sums = {f"{_PREFIX}{key}": value for key, value in checksum(frozen, ranks).items()}
+    sums = {f"{OMITTED}{key}": value for key, value in checksum(frozen, ranks).items()}
     return replace(state, model=model, aliases=aliases, scalars={**state.scalars, **sums})
-
-
-def omits_frozen(numbers: Iterable[str]) -> bool:
-    """True if a checkpoint with these numbers omits the frozen weights."""
-    return any(name.startswith(_PREFIX) for name in numbers)
 
 
 def fill_frozen(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks) -> CanonicalState[SavedTensor]:
@@ -69,7 +104,7 @@ def fill_frozen(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ran
 
     Raises CheckpointError if these are not the values that the run was trained with.
     """
-    if not omits_frozen(state.scalars):
+    if not omits_weights(state.scalars):
         return state
     weights = {**replica.weights.frozen(), **replica.weights.shards()}  # `train.freeze` may have changed since
     absent = {name: part for name, part in weights.items() if name not in state.model}
@@ -101,7 +136,7 @@ def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica
 
 def verify_frozen(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | TensorShard], ranks: Ranks) -> None:
     """Raises CheckpointError unless `absent` are the weights that the checkpoint with these numbers omits."""
-    known = {name.removeprefix(_PREFIX): x for name, x in numbers.items() if name.startswith(_PREFIX)}
+    known = {name.removeprefix(OMITTED): x for name, x in numbers.items() if name.startswith(OMITTED)}
     if not checksums_match(known, checksum(absent, ranks)):
         raise CheckpointError(
             "the checkpoint omits the frozen weights, and the frozen weights of the model differ from those of the "

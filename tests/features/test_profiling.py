@@ -13,9 +13,9 @@ from support.doubles import Loop, Plain
 from support.launched import Ranks
 
 from ddpforge.errors import Diverged, UsageError
+from ddpforge.features.profiling import Profile
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.run_plan import StepWindow
-from ddpforge.training.profiling import Profile
 
 RECIPE = """\
 recipe = 2

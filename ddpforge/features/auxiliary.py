@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpforge import compat
 from ddpforge.components.local_code import component_name
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
+from ddpforge.features.frozen_weights import checksum, checksums_match
 from ddpforge.interfaces import (
     AuxiliaryModule,
     Callback,
@@ -26,13 +28,12 @@ from ddpforge.interfaces import (
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.frozen_weights import checksum, checksums_match
+from ddpforge.training.features import Assembled, Feature, OwnedState
 from ddpforge.training.initial_weights import load_initial
 
-__all__ = ["HOOKS", "OWNER", "PlacedAuxiliary", "declared", "modules_with_buffers", "place"]
+__all__ = ["OWNER", "AuxiliaryModules", "PlacedAuxiliary", "declared", "place"]
 
 OWNER = "task."  # prefix of auxiliary modules in checkpoints, which store them like callbacks
-HOOKS = f"{OWNER}callback"  # name of the task's own callback
 
 
 def declared(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
@@ -117,13 +118,30 @@ def place(
     }
 
 
-def modules_with_buffers(model: nn.Module, callbacks: Iterable[Callback]) -> nn.Module:
-    """Returns the model together with the auxiliary modules that change their buffers in forward passes."""
-    beside = [one.module for one in callbacks if isinstance(one, PlacedAuxiliary) and one.beside.training]
-    return nn.ModuleList([model, *beside]) if beside else model
+class AuxiliaryModules(Feature):
+    """Auxiliary modules of the task."""
+
+    def __init__(self, placed: Mapping[str, PlacedAuxiliary]) -> None:
+        self._placed = placed
+
+    @classmethod
+    def of(cls, run: Assembled) -> Self | None:
+        """Places the modules that the task declares; returns None if it declares none."""
+        parts = run.parts
+        if not parts.auxiliary:
+            return None
+        return cls(place(parts.auxiliary, parts.strategy, run.replica, run.world, begins=run.begins))
+
+    @override
+    def callbacks(self) -> Mapping[str, Callback]:
+        return self._placed
+
+    @override
+    def stateful_modules(self) -> Sequence[nn.Module]:
+        return [one.module for one in self._placed.values() if one.beside.training]
 
 
-class PlacedAuxiliary(Callback):
+class PlacedAuxiliary(OwnedState):
     """Auxiliary module as a strategy has placed it; a callback on every rank."""
 
     def __init__(
@@ -205,6 +223,15 @@ class PlacedAuxiliary(Callback):
         if self.beside.follows is not None:
             equalise_buffers(self.module, self._world.global_ranks)
         return self._held()
+
+    def restore(self, state: Mapping[str, Any] | None, is_another: Callable[[], bool]) -> None:
+        """Restores the module; with another task it begins as in a new run."""
+        if is_another():
+            self.begin()
+        elif state is None:
+            raise CheckpointError(f"the checkpoint has no auxiliary module `{self.name}`, which the task uses")
+        else:
+            self.load_state(state)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a result of `state`; raises CheckpointError for another module, or for other weights."""

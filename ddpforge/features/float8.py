@@ -11,10 +11,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from typing_extensions import override
 
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.features import Feature
+from ddpforge.training.stages import Built
 
-__all__ = ["check_float8", "float8_layers", "put_float8"]
+__all__ = ["Float8", "check_float8", "float8_layers", "put_float8"]
 
 log = logging.getLogger("ddpforge")
 
@@ -62,6 +65,16 @@ def check_float8(model: nn.Module, blocks: Sequence[nn.Module], train: TrainSect
         there = _summed_up(others) if others else "the model has no linear layers"
         name_them = "; name the classes of the blocks in train.blocks" if not blocks else ""
         raise ValueError(f'train.fp8 = "{train.fp8}" applies to no layer of this model: {there}{name_them}')
+
+
+class Float8(Feature):
+    """Linear layers that compute in float8."""
+
+    @staticmethod
+    @override
+    def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        put_float8(model, blocks, parts.recipe.train)
+        return model
 
 
 def put_float8(model: nn.Module, blocks: Sequence[nn.Module], train: TrainSection, *, emulate: bool = False) -> None:

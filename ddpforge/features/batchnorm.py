@@ -1,54 +1,60 @@
-"""Buffers that forward passes change: restores their values, and averages BatchNorm statistics over virtual ranks."""
+"""BatchNorm: averages its statistics over virtual ranks, and refuses micro-batches that are too small for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpforge import compat
+from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
+from ddpforge.training.features import Assembled, Feature
+from ddpforge.training.parameter_groups import freeze_batchnorm_statistics
+from ddpforge.training.stages import Built
+from ddpforge.training.updates import batches_per_step
 
-__all__ = ["BatchNormAverager", "Buffers", "buffers_of", "unchanged", "watch_batchnorm"]
-
-
-def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers of one module under all of their names."""
-    return module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-class Buffers:
-    """Copy of the current values of a model's buffers, to restore them later."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = ((module, *one) for module in model.modules() for one in buffers_of(module))
-        self._values = [(module, name, buffer.clone()) for module, name, buffer in named]
-
-    def restore(self) -> None:
-        """Restores all buffers."""
-        for module, name, value in self._values:
-            # By name: some modules replace a buffer in forward. `data`: autograd does not count this as a change.
-            module.get_buffer(name).data.copy_(value)
-
-    def restore_unless_finite(self, norm: Tensor) -> None:
-        """Restores all buffers unless `norm` (0-d, on any device) is finite; does not wait for the device."""
-        if not self._values:  # the check is two launches
-            return
-        kept = torch.isfinite(norm)
-        for module, name, value in self._values:
-            buffer = module.get_buffer(name)
-            buffer.data.copy_(torch.where(kept.to(buffer.device, non_blocking=True), buffer, value))
+__all__ = ["BatchNorm", "BatchNormAverager", "watch_batchnorm"]
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores the model's buffers at the end of the block."""
-    before = Buffers(model)
-    yield
-    before.restore()
+class BatchNorm(Feature):
+    """Statistics of BatchNorm that do not depend on the number of ranks, with `train.virtual_ranks`.
+
+    In every run it watches for micro-batches that are too small for BatchNorm.
+    """
+
+    @staticmethod
+    @override
+    def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        if parts.recipe.train.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        freeze_batchnorm_statistics(model, parts.recipe.train.freeze)
+        return model
+
+    @classmethod
+    def of(cls, run: Assembled) -> Self | None:
+        """Returns the feature for a run with virtual ranks."""
+        if not run.trains:
+            return None
+        total, updates = run.parts.plan.horizon.total, run.parts.updates
+        full, last = run.parts.training.fewest(total and total * batches_per_step(updates))
+        watch_batchnorm(run.replica.unwrapped, full, last)
+        return cls() if run.parts.recipe.train.virtual_ranks else None
+
+    @override
+    def start(self, stateful: nn.Module) -> None:
+        self._averager = BatchNormAverager(stateful)
+
+    @override
+    def before_pass(self, micro: MicroBatch) -> None:
+        self._averager.enter(micro.shard)
+
+    @override
+    def after_passes(self) -> None:
+        self._averager.leave()
 
 
 class BatchNormAverager:

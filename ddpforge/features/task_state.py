@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpforge import compat
 from ddpforge.components.local_code import component_name
 from ddpforge.data.pytree import digest
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import AuxiliaryModule, Callback, Metric, Ranks, Replica, Task, TensorShard
+from ddpforge.training.features import Assembled, Feature, OwnedState
 
-__all__ = ["NAME", "TaskState", "Unsaved", "check_no_parameters", "has_state"]
+__all__ = ["NAME", "TaskState", "TaskStates", "Unsaved", "check_no_parameters", "has_state"]
 
 log = logging.getLogger("ddpforge")
 
@@ -51,7 +53,42 @@ def has_state(task: Task) -> bool:
     return keeps
 
 
-class TaskState(Callback):
+class TaskStates(Feature):
+    """State of the task in checkpoints, and the search for values that no checkpoint holds."""
+
+    def __init__(self, run: Assembled, state: TaskState | None) -> None:
+        self._run, self._state = run, state
+        if run.trains:
+            parts, is_rank_zero = run.parts, run.world.is_rank_zero
+            self._unsaved = Unsaved(
+                parts.task, run.replica.unwrapped, parts.auxiliary, state, is_rank_zero=is_rank_zero
+            )
+
+    @classmethod
+    def of(cls, run: Assembled) -> Self:
+        """Returns the feature."""
+        task, ranks = run.parts.task, run.world.global_ranks
+        return cls(run, TaskState(task, run.replica, ranks) if has_state(task) else None)
+
+    @override
+    def callbacks(self) -> Mapping[str, Callback]:
+        return {NAME: self._state} if self._state else {}
+
+    @override
+    def start(self, stateful: nn.Module) -> None:
+        parts = self._run.parts
+        check_no_parameters(parts.task, self._run.replica.unwrapped, parts.auxiliary.values())
+
+    @override
+    def after_step(self) -> bool:
+        return self._unsaved.look()
+
+    @override
+    def before_save(self) -> None:
+        self._unsaved.compare()
+
+
+class TaskState(OwnedState):
     """Task's own state as a callback, so that checkpoints store it."""
 
     def __init__(self, task: Task, replica: Replica, ranks: Ranks) -> None:
@@ -88,6 +125,14 @@ class TaskState(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state of the task; tensors are on the CPU."""
         self._task.load_state({key: x.read() if hasattr(x, "read") else x for key, x in state.items()})
+
+    def restore(self, state: Mapping[str, Any] | None, is_another: Callable[[], bool]) -> None:
+        """Restores the state, unless it is of another task."""
+        if state is not None:
+            if not is_another():
+                self.load_state(state)
+        elif self._ranks.rank == 0:
+            log.warning("the checkpoint has no state of the task, which starts with the state of its constructor")
 
     def _reject(
         self, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str], ranks: tuple[int, int]

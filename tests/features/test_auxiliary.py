@@ -14,9 +14,9 @@ from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
+from ddpforge.features.auxiliary import PlacedAuxiliary, declared, modules_with_buffers, place
 from ddpforge.interfaces import AuxiliaryModule, Replica, StepInfo, Strategy, Task, TensorShard, Weights
 from ddpforge.strategies.single import Single
-from ddpforge.training.auxiliary import PlacedAuxiliary, declared, modules_with_buffers, place
 
 
 class Declares(Task):

@@ -20,8 +20,8 @@ from ddpforge.builtin.tasks.segmentation import Segmentation
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
+from ddpforge.features.source_losses import SourceLosses, source_losses
 from ddpforge.interfaces import Contract, Task
-from ddpforge.training.source_losses import SourceLosses, source_losses
 
 SOURCES = [1, 0, 1, 1, 0, 1]
 CLASSES = torch.tensor([0, 1, 2, 1, 0, 2])

@@ -17,8 +17,8 @@ from support.trained import trained
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.task_state import TaskState, Unsaved, check_no_parameters, has_state
 from ddpforge.interfaces import AuxiliaryModule, Task
-from ddpforge.training.task_state import TaskState, Unsaved, check_no_parameters, has_state
 
 RECIPE = """
 recipe = 2

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
+from ddpforge.features.float8 import check_float8, float8_layers, put_float8
 from ddpforge.guard import static
 from ddpforge.guard.static import check_float8 as check_float8_of
 from ddpforge.interfaces import Contract
@@ -29,7 +30,6 @@ from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.single import Single
 from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.float8 import check_float8, float8_layers, put_float8
 
 IN_A_BLOCK = ("attention.qkv", "attention.projection", "mlp.0", "mlp.2")
 FSDP = 'use = "fsdp"'

@@ -1,25 +1,22 @@
-"""Alternating updates: a task for each of its updates, and the order of the updates in a step."""
+"""Updates of a task: a task for each of them, their metrics by name, and their order in a step."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total, device_kind
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import Metric, Task
 from ddpforge.recipe.schema import UpdateComponent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ddpforge.data import MicroBatch
 
 __all__ = [
-    "AlternatingUpdates",
-    "TakesSteps",
     "UpdateTask",
     "accepts_update",
     "batches_per_step",
@@ -109,19 +106,6 @@ def metric_name(name: str, update: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the updates
-GlobalBatch: TypeAlias = "tuple[MicroBatch, Iterable[MicroBatch]]"
-"""This rank's first micro-batch of a global batch, and all its micro-batches."""
-
-
-class TakesSteps(Protocol):
-    """Takes steps of the weights: a stepper, several of them in turn, or one that restores buffers after bad steps."""
-
-    def train_step(
-        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
-    ) -> tuple[dict[str, Total], Tensor]:
-        """Takes a step on a global batch; returns the totals of the metrics, and the norm of the gradient (0-d)."""
-
-
 @dataclass(frozen=True)
 class Update:
     """Update of a step."""
@@ -143,59 +127,3 @@ def update_schedule(updates: Mapping[str, UpdateComponent]) -> list[Update]:
 def batches_per_step(updates: Mapping[str, UpdateComponent]) -> int:
     """Returns the number of global batches that a step takes."""
     return sum(update.new_batch for update in update_schedule(updates))
-
-
-class AlternatingUpdates:
-    """Takes steps of several updates: the recipe's `updates`, in the order of the task, each by its function.
-
-    Updates are independent: if the gradient of an update is not finite, only this update is skipped.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        steppers: Mapping[str, TakesSteps],
-        updates: Mapping[str, UpdateComponent],
-        draw: Callable[[], GlobalBatch],
-    ) -> None:
-        """Prepares the updates; `draw` returns the next global batch, after the first one of a step."""
-        self._steppers, self.updates, self._draw = steppers, update_schedule(updates), draw
-        self._replica = cast(AlternatesUpdates, replica)
-        if not isinstance(replica, AlternatesUpdates):
-            raise StrategyError(
-                f"the task makes the updates of {' and '.join(updates)} in each step, but the strategy makes one",
-                hints=['set strategy.use = "ddp" or "fsdp"'],
-            )
-
-    def train_step(
-        self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
-    ) -> tuple[dict[str, Total], Tensor]:
-        """Takes one step, whose first global batch is given; the norm (0-d) is over all parameters."""
-        import torch
-
-        from ddpforge.training.totals import add
-
-        found: dict[str, Total] = {}
-        norms: dict[str, list[Tensor]] = {}
-        for number, one in enumerate(self.updates):
-            if number and one.new_batch:
-                first, micro_batches = self._draw()
-            if one.shared:
-                micro_batches = list(micro_batches)
-            stepper = self._steppers[one.name]
-            with self._replica.select_update(one.name):
-                totals, norm = stepper.train_step(step, first, micro_batches, measure=measure, update=update + number)
-            add(found, {metric_name(name, one.name): total for name, total in totals.items()})
-            norms.setdefault(one.name, []).append(norm)
-        means = {update: _root_mean_square(each) for update, each in norms.items()}
-        found |= {metric_name("grad_norm", update): Total(norm, 1) for update, norm in means.items()}
-        return found, torch.linalg.vector_norm(torch.stack(list(means.values())))
-
-
-def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
-    """Returns the root mean square of the norms of an update's updates in one step."""
-    import torch
-
-    found = torch.stack(list(norms)) if len(norms) > 1 else norms[0]
-    found = found.to(device_kind(found.device).widest_float)
-    return found if len(norms) == 1 else found.square().mean().sqrt()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpforge.errors import StrategyError
+from ddpforge.training.features import Assembled, Feature
+from ddpforge.training.stages import Built
 
-__all__ = ["check_channels_last", "extent", "is_dense", "make_dense", "put_channels_last", "repeats"]
+__all__ = ["ChannelsLast", "check_channels_last", "extent", "is_dense", "make_dense", "put_channels_last", "repeats"]
 
 log = logging.getLogger("ddpforge")
 
@@ -32,6 +36,24 @@ def make_dense(model: nn.Module) -> None:
         if found:
             names = ", ".join(f"`{name}`" for name, _ in found)
             log.info("%s%s %s %s: made dense", kind, "s" * (len(found) > 1), names, why)
+
+
+class ChannelsLast(Feature):
+    """Weights of convolutions in channels-last format."""
+
+    @staticmethod
+    @override
+    def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        if parts.recipe.train.channels_last:
+            put_channels_last(model)
+        return model
+
+    @classmethod
+    def of(cls, run: Assembled) -> None:
+        """Raises StrategyError if the strategy has changed the layout; a step needs nothing else."""
+        recipe = run.parts.recipe
+        if recipe.train.channels_last:
+            check_channels_last(run.replica.unwrapped, recipe.strategy.use)
 
 
 def put_channels_last(model: nn.Module) -> None:

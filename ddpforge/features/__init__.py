@@ -1,0 +1,1 @@
+"""Features that some runs use: the kernel names none of them, and calls them by `training.features.Feature`."""

@@ -1,0 +1,30 @@
+"""ddpforge's own features, in the order in which they rework a model, add callbacks and are called."""
+
+from ddpforge.features.alternating_updates import SeveralUpdates
+from ddpforge.features.auxiliary import AuxiliaryModules
+from ddpforge.features.batchnorm import BatchNorm
+from ddpforge.features.block_forwards import BlockForwards
+from ddpforge.features.float8 import Float8
+from ddpforge.features.frozen_weights import FrozenWeights
+from ddpforge.features.memory_format import ChannelsLast
+from ddpforge.features.multi_pass import MultiPass
+from ddpforge.features.restored_buffers import RestoredBuffers
+from ddpforge.features.source_losses import SourceEpochs, SourceLosses
+from ddpforge.features.stream_print import StreamPrint
+from ddpforge.features.task_state import TaskStates
+
+FEATURES = [
+    Float8,
+    BlockForwards,
+    BatchNorm,
+    ChannelsLast,
+    AuxiliaryModules,
+    TaskStates,
+    FrozenWeights,
+    SourceEpochs,
+    SourceLosses,
+    StreamPrint,
+    RestoredBuffers,
+    MultiPass,
+    SeveralUpdates,
+]
