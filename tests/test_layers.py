@@ -36,6 +36,7 @@ LAYERS = [
     {"watchdog"},
     {"launchers"},
     {"guard"},
+    {"features"},
     {"training"},
     {"data", "runs", "strategies"},
     {"checkpoint"},
@@ -75,7 +76,7 @@ LIGHT |= {"training.problems", "training.stages"}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra",)}
-LIGHT.add("training.alternating_updates")
+LIGHT.add("training.updates")
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
 
@@ -212,7 +213,7 @@ OF_BUILTIN = {
     ("app.objects", "builtin.tasks.loss_function"): "a loss object of torch becomes a task",
     ("interop.adapters", "builtin.models.quantized"): "the form of quantized weights in files",
     ("testing.fixtures", "builtin.tasks.classification"): "the task of the kit, if an author names none",
-    ("training.frozen_dtype", "builtin.models.frozen_layers"): "forward passes of frozen layers in a low precision",
+    ("features.frozen_dtype", "builtin.models.frozen_layers"): "forward passes of frozen layers in a low precision",
 }
 
 

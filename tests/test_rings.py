@@ -11,9 +11,7 @@ RINGS = {
     "guard": r"guard|training\.(batch_checks|fingerprint|oom)"
     r"|strategies\.(parameter_guard|optimizer_probe|optimizer_extra_state)"
     r"|app\.(node_consistency|memory_check|class_names)",
-    "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
-    r"|memory_format|memory_tracker|profiling|source_losses|task_state|activation_checkpointing|blocks)"
-    r"|data\.(mixture|sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
+    "features": r"features|data\.(mixture|sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
     "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)"
     r"|app\.(api|evaluate|objects|prediction_tables)|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
@@ -26,23 +24,19 @@ ALLOWED: dict[tuple[str, str], str] = {
 # Arrows that a hook must still turn round. Only shrinks.
 LEFT = {
     ("app.attempt", "app.memory_check"),
+    ("app.attempt", "features.profiling"),
     ("app.attempt", "runs.media"),
     ("app.attempt", "runs.mirror"),
     ("app.attempt", "training.fingerprint"),
-    ("app.attempt", "training.frozen_weights"),
     ("app.attempt", "training.oom"),
-    ("app.attempt", "training.profiling"),
     ("app.build", "app.class_names"),
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
-    ("app.build", "training.alternating_updates"),
-    ("app.build", "training.auxiliary"),
-    ("app.build", "training.blocks"),
+    ("app.build", "features.auxiliary"),
+    ("app.build", "features.frozen_dtype"),
+    ("app.build", "features.memory_format"),
     ("app.build", "training.fingerprint"),
-    ("app.build", "training.frozen_dtype"),
-    ("app.build", "training.memory_format"),
-    ("app.choose", "training.alternating_updates"),
     ("app.run", "app.memory_check"),
     ("app.run", "app.node_consistency"),
     ("app.run", "app.objects"),
@@ -56,41 +50,13 @@ LEFT = {
     ("strategies.torch_replica", "strategies.optimizer_extra_state"),
     ("strategies.torch_replica", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.parameter_guard"),
-    ("training.assemble", "training.alternating_updates"),
-    ("training.assemble", "training.auxiliary"),
-    ("training.assemble", "training.batchnorm"),
-    ("training.assemble", "training.blocks"),
     ("training.assemble", "training.fingerprint"),
-    ("training.assemble", "training.float8"),
-    ("training.assemble", "training.frozen_weights"),
-    ("training.assemble", "training.media"),
-    ("training.assemble", "training.memory_format"),
-    ("training.assemble", "training.source_losses"),
-    ("training.assemble", "training.task_state"),
-    ("training.checkpoint_saver", "training.frozen_weights"),
-    ("training.evaluation", "training.alternating_updates"),
     ("training.evaluation", "training.batch_checks"),
-    ("training.evaluation", "training.fingerprint"),
     ("training.loaders", "data.streams"),
-    ("training.loop", "training.alternating_updates"),
-    ("training.loop", "training.auxiliary"),
     ("training.loop", "training.batch_checks"),
-    ("training.loop", "training.batchnorm"),
-    ("training.loop", "training.fingerprint"),
-    ("training.loop", "training.frozen_weights"),
-    ("training.loop", "training.media"),
-    ("training.loop", "training.source_losses"),
-    ("training.loop", "training.task_state"),
     ("training.optimizers", "strategies.optimizer_probe"),
-    ("training.optimizers", "training.blocks"),
-    ("training.restoring", "training.auxiliary"),
-    ("training.restoring", "training.frozen_weights"),
-    ("training.restoring", "training.task_state"),
-    ("training.rows", "training.alternating_updates"),
     ("training.stages", "data.token_limit"),
     ("training.step", "training.batch_checks"),
-    ("training.step", "training.batchnorm"),
-    ("training.step", "training.source_losses"),
 }
 # Modules that tools and commands import besides `ddpforge.api`, public contracts and each other, each with the reason.
 TOOLS = r"tools|testing|interop|cli|pytest_options"
@@ -117,7 +83,7 @@ BESIDE = {
     ),
     r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
 }
-LINES = 19_500  # of the kernel: it is read in a day
+LINES = 20_000  # of the kernel: it is read in a day
 
 
 def ring(module: str) -> str:

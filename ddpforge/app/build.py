@@ -31,9 +31,6 @@ from ddpforge.data.sources import JoinedSources, check_source, join_sources, mix
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
-from ddpforge.features.auxiliary import declared
-from ddpforge.features.frozen_dtype import cast_weights
-from ddpforge.features.memory_format import make_dense
 from ddpforge.interfaces import (
     AuxiliaryModule,
     BatchSampler,
@@ -53,6 +50,8 @@ from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checks import check, check_built, check_samples
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
+from ddpforge.training.dense_memory import make_dense
+from ddpforge.training.features import change_built, declared_modules
 from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.loaders import served
 from ddpforge.training.optimizers import shares
@@ -136,10 +135,10 @@ def build(
                 with problems.at("train", "freeze"), recipe_faults():
                     freeze(candidate, recipe.train.freeze)
                 with problems.at("train", "frozen_dtype"), recipe_faults():
-                    cast_weights(candidate, recipe.train.frozen_dtype)
+                    change_built(candidate, recipe.train)
                 model, size = candidate, count_parameters(candidate)
         with problems.at("task"):
-            found = declared(chosen.task, model)
+            found = declared_modules(chosen.task, model)
             usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
             if all(usable):
                 for one in found.values():

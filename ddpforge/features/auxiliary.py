@@ -124,6 +124,11 @@ class AuxiliaryModules(Feature):
     def __init__(self, placed: Mapping[str, PlacedAuxiliary]) -> None:
         self._placed = placed
 
+    @staticmethod
+    @override
+    def declared_modules(task: Task, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
+        return declared(task, model)
+
     @classmethod
     def of(cls, run: Assembled) -> Self | None:
         """Places the modules that the task declares; returns None if it declares none."""

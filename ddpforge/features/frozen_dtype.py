@@ -8,14 +8,26 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpforge.builtin.models.frozen_layers import forward_for
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.features import Feature
 
-__all__ = ["FrozenDtype", "cast_weights"]
+__all__ = ["FrozenDtype", "FrozenWeightDtype", "cast_weights"]
 
 FrozenDtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES: Mapping[FrozenDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL = (torch.bfloat16, torch.float16)
+
+
+class FrozenWeightDtype(Feature):
+    """Frozen weights in the dtype of `train.frozen_dtype`."""
+
+    @staticmethod
+    @override
+    def built(model: nn.Module, train: TrainSection) -> None:
+        cast_weights(model, train.frozen_dtype)
 
 
 def cast_weights(model: nn.Module, frozen_dtype: FrozenDtype | None) -> None:

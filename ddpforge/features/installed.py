@@ -4,9 +4,9 @@ from ddpforge.features.alternating_updates import SeveralUpdates
 from ddpforge.features.auxiliary import AuxiliaryModules
 from ddpforge.features.batchnorm import BatchNorm
 from ddpforge.features.block_forwards import BlockForwards
+from ddpforge.features.channels_last import ChannelsLast
 from ddpforge.features.float8 import Float8
 from ddpforge.features.frozen_weights import FrozenWeights
-from ddpforge.features.memory_format import ChannelsLast
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.restored_buffers import RestoredBuffers
 from ddpforge.features.source_losses import SourceEpochs, SourceLosses
@@ -14,6 +14,7 @@ from ddpforge.features.stream_print import StreamPrint
 from ddpforge.features.task_state import TaskStates
 
 FEATURES = [
+    FrozenWeightDtype,
     Float8,
     BlockForwards,
     BatchNorm,

@@ -59,7 +59,7 @@ class SourceLosses(Feature):
     @classmethod
     def of(cls, run: Assembled) -> SourceLosses | None:
         """Returns the feature if the losses of the recipe's sources can be computed."""
-        return source_losses(run.parts)
+        return source_losses(run.parts) if run.trains else None
 
     @override
     def pass_totals(self, micro: MicroBatch) -> PassTotals | None:

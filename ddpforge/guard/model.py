@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ddpforge import compat
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
-from ddpforge.features.memory_format import extent, is_dense, repeats
+from ddpforge.training.dense_memory import extent, is_dense, repeats
 
 __all__ = [
     "CHECKS",

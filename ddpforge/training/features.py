@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ddpforge.data import MicroBatch
-    from ddpforge.interfaces import CanonicalState, Replica, SavedTensor, TensorShard, Total, World
+    from ddpforge.interfaces import AuxiliaryModule, CanonicalState, Replica, SavedTensor, Task, TensorShard, Total, World
+    from ddpforge.recipe.schema import TrainSection
     from ddpforge.training.stages import Built, Dealt
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "OwnedState",
     "PassTotals",
     "TakesSteps",
+    "change_built",
+    "declared_modules",
     "features_of",
     "methods_of",
     "rework",
@@ -76,7 +79,27 @@ class Feature:
         return None
 
     @staticmethod
-    def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    def declared_modules(task: Task, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
+        """Returns the modules that a task uses besides the bare `model`, by name. Called on the class."""
+        return {}
+
+    @staticmethod
+    def built(model: nn.Module, train: TrainSection) -> None:
+        """Changes a model as soon as it is built and its weights are frozen. Called on the class."""
+
+    @staticmethod
+    def declared_modules(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
+    """Returns the modules that the features of a task declare, by name."""
+    return {name: module for one in _classes() for name, module in one.declared_modules(task, model).items()}
+
+
+def change_built(model: nn.Module, train: TrainSection) -> None:
+    """Changes a model that has just been built as all features do, in their order."""
+    for one in _classes():
+        one.built(model, train)
+
+
+def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Changes the model as the recipe sets it, before the strategy wraps it; returns it, or its replacement.
 
         Called on the class. `blocks` are the repeated blocks of the model.

@@ -14,7 +14,7 @@ from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
-from ddpforge.features.auxiliary import PlacedAuxiliary, declared, modules_with_buffers, place
+from ddpforge.features.auxiliary import AuxiliaryModules, PlacedAuxiliary, declared, place
 from ddpforge.interfaces import AuxiliaryModule, Replica, StepInfo, Strategy, Task, TensorShard, Weights
 from ddpforge.strategies.single import Single
 
@@ -167,7 +167,10 @@ def test_a_training_module_keeps_its_own_statistics_and_switches_mode_for_evalua
     with beside.evaluating():
         assert not other.training
     assert other.training
-    assert {name for name, _ in modules_with_buffers(model, [beside]).named_buffers()} >= {
+    assert {
+        name
+        for name, _ in nn.ModuleList([model, *AuxiliaryModules({"other": beside}).stateful_modules()]).named_buffers()
+    } >= {
         "0.1.running_mean",
         "1.1.running_mean",
     }

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
+from ddpforge.features import float8
 from ddpforge.features.float8 import check_float8, float8_layers, put_float8
 from ddpforge.guard import static
 from ddpforge.guard.static import check_float8 as check_float8_of
@@ -28,7 +29,6 @@ from ddpforge.strategies.fsdp import FSDP as Fsdp
 from ddpforge.strategies.fsdp.wrap_units import materialise
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.single import Single
-from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 
 IN_A_BLOCK = ("attention.qkv", "attention.projection", "mlp.0", "mlp.2")
@@ -201,7 +201,7 @@ def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "CHECKS", [one for one in static.CHECKS if one[1] is not static.check_float8])
-    monkeypatch.setattr(assemble, "put_float8", partial(put_float8, emulate=True))
+    monkeypatch.setattr(float8, "put_float8", partial(put_float8, emulate=True))
 
 
 FLOAT8, BF16 = 'precision = "bf16"\nfp8 = "tensorwise"', 'precision = "bf16"'

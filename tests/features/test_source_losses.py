@@ -100,7 +100,7 @@ def test_the_loss_of_a_source_is_that_of_a_forward_pass_of_its_samples(name: str
     measure = source_losses(parts(task))
     assert measure is not None
     micro = MicroBatch(batch, 6, 6, True, 0, 0, sources=SOURCES)
-    totals = measure.totals(loss, outputs, batch, measure.samples(micro))
+    totals = measure.totals_of(measure.samples(micro), loss, outputs, batch)
     assert list(totals) == ["a/loss", "b/loss"]
     for number, total in enumerate(totals.values()):
         alone = select(batch, [row for row, source in enumerate(SOURCES) if source == number], 6)
@@ -137,7 +137,7 @@ def test_losses_that_do_not_add_up_are_not_reported(caplog: pytest.LogCaptureFix
     measure = SourceLosses(task, ["a", "b"], compiled=False)
     micro = MicroBatch(batch, 6, 6, True, 0, 0, sources=SOURCES)
     loss, outputs = task.loss(nn.Identity(), batch)
-    assert measure.totals(loss, outputs, batch, measure.samples(micro)) == {}
+    assert measure.totals_of(measure.samples(micro), loss, outputs, batch) == {}
     assert measure.samples(micro) == {}
     assert "reports no losses of single sources: they add up to" in caplog.text
 

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
+from ddpforge.features.frozen_weights import FrozenWeights, OmittedWeights
+from ddpforge.features.multi_pass import MultiPass
+from ddpforge.features.restored_buffers import RestoredBuffers
+from ddpforge.features.stream_print import StreamPrint
 from ddpforge.interfaces import (
     Callback,
     CanonicalState,
@@ -33,6 +37,7 @@ from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.features import Feature
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
 
@@ -293,6 +298,14 @@ class Loop:
         )
         plan = RunPlan.of(recipe, plan_batch(recipe.train, 1), steps)
         assert plan is not None
+        kind = OmittedWeights if recipe.checkpoint.save == "trainable" else FrozenWeights
+        features: list[Feature] = [
+            StreamPrint(),
+            kind(self.replica, self.replica.world.global_ranks),
+            MultiPass(self.replica),
+        ]
+        if recipe.train.on_nonfinite == "skip":
+            features.append(RestoredBuffers())
         sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
         self.evaluator = Evaluator(
             world=self.replica.world,
@@ -301,6 +314,7 @@ class Loop:
             sets={name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
             callbacks=callbacks or {},
             seed=0,
+            features=features,
         )
         self.trainer = Trainer(
             recipe=recipe,
@@ -315,6 +329,7 @@ class Loop:
             callbacks=callbacks or {},
             checkpoints=self.checkpoints,  # type: ignore[arg-type]
             tracker=self.tracker,
+            features=features,
         )
         self.trainer.saving.origin = {"strategy": "plain", "world_size": 1}
 

@@ -17,10 +17,11 @@ from torchvision.models import resnet18
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import UsageError
+from ddpforge.features import activation_checkpointing
+from ddpforge.features.block_forwards import rework_blocks
 from ddpforge.features.memory_tracker import MemoryTracker
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.training import activation_checkpointing
-from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.blocks import find_blocks
 
 _BACKEND = "aot_eager_decomp_partition"  # all passes of torch.compile before code generation
 

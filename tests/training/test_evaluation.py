@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import CheckpointError, PeerFailed, PluginError, UsageError
+from ddpforge.features.stream_print import StreamPrint
 from ddpforge.interfaces import Callback, CanonicalState, FullWeights, StepInfo, Task, Total
-from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
 
@@ -29,9 +29,8 @@ def evaluator(
     callbacks: Mapping[str, Callback] | None = None,
 ) -> Evaluator:
     sets = {"": Batched([1.0, 2.0])} if sets is None else sets
-    return Evaluator(
-        world=replica.world, replica=replica, task=task or Sums(), sets=sets, callbacks=callbacks or {}, seed=0
-    )
+    parts: dict[str, Any] = {"task": task or Sums(), "sets": sets, "callbacks": callbacks or {}}
+    return Evaluator(world=replica.world, replica=replica, **parts, seed=0, features=[StreamPrint()])
 
 
 class Batched:
@@ -322,14 +321,14 @@ class OnDisk:
 
 def test_restore_weights_reads_neither_optimizer_nor_extra_state() -> None:
     loop = Loop()
-    restore_weights(loop.replica, OnDisk("w"), SingleRank())  # type: ignore[arg-type]
+    restore_weights(loop.replica, OnDisk("w"), ())  # type: ignore[arg-type]
     assert loop.model.w.item() == 5.0  # type: ignore[union-attr, operator]
     assert (loop.replica.loaded.optimizer, loop.replica.loaded.extra_state, loop.replica.loop) == ({}, {}, {})
 
 
 def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"of another model \(missing from the checkpoint: w\)"):
-        restore_weights(Loop().replica, OnDisk("v"), SingleRank())  # type: ignore[arg-type]
+        restore_weights(Loop().replica, OnDisk("v"), ())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------- before training

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError, StrategyError, UsageError
+from ddpforge.features.multi_pass import MultiPass as MultiPassFeature
+from ddpforge.features.restored_buffers import KeepsBuffers
 from ddpforge.guard.sum_reduction import check_first_loss
 from ddpforge.interfaces import SampleColumns, Task, Total
-from ddpforge.training.step import KeepsBuffers, Stepper, update_of
+from ddpforge.training.step import Stepper
 
 IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
 """Optimizer without effect."""
@@ -356,6 +358,12 @@ class Dropped(Normed):
         self.drawn.append(torch.rand(()).item())
         super().forward(x)  # for the running mean
         return self.w * x
+
+
+def update_of(replica: Any, optimizer: Any, stateful: nn.Module) -> Any:
+    feature = MultiPassFeature(replica)
+    feature.start(stateful)
+    return feature.around_update(optimizer)
 
 
 def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Perturbing, Dropped, Any]:

@@ -14,13 +14,13 @@ from torch.optim import SGD, AdamW
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
+from ddpforge.features.alternating_updates import AlternatingUpdates
 from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, UpdateComponent
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.parameter_groups import parameters_by_update
 from ddpforge.training.updates import (
-    AlternatingUpdates,
     batches_per_step,
     finish_metrics,
     tasks_by_update,

@@ -12,8 +12,9 @@ from torch import nn
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import StrategyError
-from ddpforge.features.memory_format import check_channels_last, is_dense, make_dense, put_channels_last
+from ddpforge.features.channels_last import check_channels_last, put_channels_last
 from ddpforge.guard.model import check_overlap
+from ddpforge.training.dense_memory import is_dense, make_dense
 
 RECIPE = """
 recipe = 2
