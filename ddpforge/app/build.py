@@ -49,10 +49,9 @@ from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.checks import check, check_built, check_samples
+from ddpforge.training.checks import check, check_built, check_samples, compare_built
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
-from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
@@ -444,7 +443,7 @@ def build_checked(
 
 def build_alike(
     chosen: Chosen, world: World, peers: WriterGroup, problems: Problems, *, samples: bool
-) -> tuple[Dealt, Mapping[str, DataPrint]]:
+) -> tuple[Dealt, Mapping[str, Any]]:
     """Builds on every rank. Returns the result and fingerprints of the data; raises if ranks differ."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)

@@ -21,10 +21,9 @@ from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import HOOKS, place
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
-from ddpforge.training.checks import check_first_step
+from ddpforge.training.checks import check_first_step, check_together, compare_built
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.initial_weights import load_initial
@@ -76,8 +75,7 @@ def assemble(
         updates, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
     check_scheduled_values(optimizer, parts.value_schedules, parts.plan.horizon.total)
-    check_same_groups(world.global_ranks, model, optimizer)
-    check_same_schedules(world.global_ranks, {**parts.schedules, **parts.value_schedules}, parts.plan.horizon.total)
+    check_together("optimizer", parts, world, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
     from ddpforge.interfaces import Replica, Task, World
 
-__all__ = ["STAGES", "FirstStepCheck", "check", "check_built", "check_first_step", "check_samples", "checks_of"]
+__all__ = [
+    "STAGES",
+    "FirstStepCheck",
+    "check",
+    "check_built",
+    "check_first_step",
+    "check_samples",
+    "check_together",
+    "checks_of",
+    "compare_built",
+]
 
 STAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,6 +46,12 @@ STAGES: Mapping[str, str] = MappingProxyType(
         "built": "of `Built`: all components, the same on every rank",
         "samples": "of `Built` or `Dealt`, and `Problems`: tries the first samples, and returns True if it has "
         "compared a loss with the losses of its halves",
+        "joined": "of `Chosen` and the ranks, on every rank, after all have joined",
+        "folder": "of the folder of runs and the ranks, on every rank, before the run's folder is opened",
+        "ranks": "of `Built` and the `World`, on every rank; may return facts by name, each with `as_json`, that "
+        "checkpoints keep for the stage `resume`",
+        "resume": "of these facts, those of the checkpoint as JSON, and the keys in `allow_change`, on rank 0",
+        "optimizer": "of `Dealt`, the `World`, the model and its optimizer, on every rank",
         "first_step": "of `Dealt` and the `World`, on every rank, before the strategy wraps the model; may return a "
         "function of replica, task, module and micro-batch, which is called before the first step",
     }
@@ -100,6 +116,20 @@ def check_samples(stage: Built, problems: Problems) -> bool:
         with _naming(hook):
             compared = bool(function(stage, problems)) or compared
     return compared
+
+
+def check_together(stage: str, *subjects: object) -> list[Any]:
+    """Runs the checks of a stage on every rank, collective; returns their results. Raises the first error."""
+    found = []
+    for hook, _, function in checks_of(stage):
+        with _naming(hook):
+            found.append(function(*subjects))
+    return found
+
+
+def compare_built(built: Built, world: World) -> dict[str, Any]:
+    """Raises on every rank unless all ranks have built the same; returns facts that checkpoints keep, by name."""
+    return {name: fact for facts in check_together("ranks", built, world) for name, fact in (facts or {}).items()}
 
 
 def check_first_step(dealt: Dealt, world: World) -> list[FirstStepCheck]:
