@@ -110,7 +110,7 @@ PUBLIC = r"api|interfaces|errors|recipe|components"
 LEAVES = r"compat|disk|fast_import|local_world|machine|secret_redaction"  # they know nothing of runs
 BESIDE = {
     r"cli|tools\.(sweeps|doctor|trials|parity|script_comparison)|testing": (
-        r"launchers|watchdog|ranks|app\.(local_launch|run)|guard\.node_consistency|runs\.resume",
+        r"launchers|watchdog|ranks|guard\.comparison|app\.(local_launch|run)|guard\.node_consistency|runs\.resume",
         "they start runs and ranks, and end with their exit codes",
     ),
     r"cli": (

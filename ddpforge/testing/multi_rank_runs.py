@@ -17,13 +17,13 @@ from typing import Any
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
+from ddpforge.guard.comparison import TOLERANCES, Point, Quantity, Record, compare, first_drift
 from ddpforge.launchers.signal_policy import received_signal
 from ddpforge.testing.cases import Case
 from ddpforge.testing.ranks import run_ranks
 from ddpforge.testing.registered_checks import checks_of
 from ddpforge.testing.report import Breach, KitInterrupted
 from ddpforge.testing.trial import settle
-from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 
 __all__ = ["MultiRankRuns", "drift_text", "run_to_the_end", "same_training", "write_recipe"]
 

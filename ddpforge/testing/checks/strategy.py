@@ -11,6 +11,7 @@ from typing import Any
 
 from ddpforge.api import CheckpointReader, RunFolder, contract_of, read_metrics, snapshot
 from ddpforge.checkpoint import retention
+from ddpforge.guard.comparison import TOLERANCES, Record, compare, first_drift
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import VERSION
@@ -20,7 +21,6 @@ from ddpforge.testing.multi_rank_runs import MultiRankRuns, drift_text, run_to_t
 from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
-from ddpforge.tools.parity.compare import TOLERANCES, Record, compare, first_drift
 
 _STEPS, _MIDDLE = 12, 6
 _PROBE = "ddpforge_parity"
