@@ -8,7 +8,7 @@ from test_layers import MODULES, graph
 RINGS = {
     "tools": r"tools|testing|interop|pytest_options|app\.generation",
     "launch": r"launchers|watchdog|app\.local_launch|ranks\.(scheduling|network_interface)",
-    "guard": r"guard|training\.(batch_checks|oom)"
+    "guard": r"guard"
     r"|strategies\.(parameter_guard|optimizer_probe)"
     r"|app\.memory_check",
     "features": r"training\.(alternating_updates|auxiliary|batchnorm|float8|frozen_dtype|frozen_weights|media"
@@ -30,7 +30,6 @@ LEFT = {
     ("app.attempt", "runs.media"),
     ("app.attempt", "runs.mirror"),
     ("app.attempt", "training.frozen_weights"),
-    ("app.attempt", "training.oom"),
     ("app.attempt", "training.profiling"),
     ("app.attempt", "watchdog.status_board"),
     ("app.attempt", "watchdog.watchdog"),
@@ -83,11 +82,9 @@ LEFT = {
     ("training.checkpoint_saver", "training.frozen_weights"),
     ("training.consensus", "launchers.exit_record"),
     ("training.evaluation", "training.alternating_updates"),
-    ("training.evaluation", "training.batch_checks"),
     ("training.loaders", "data.streams"),
     ("training.loop", "training.alternating_updates"),
     ("training.loop", "training.auxiliary"),
-    ("training.loop", "training.batch_checks"),
     ("training.loop", "training.batchnorm"),
     ("training.loop", "training.frozen_weights"),
     ("training.loop", "training.media"),
@@ -100,7 +97,6 @@ LEFT = {
     ("training.restoring", "training.task_state"),
     ("training.rows", "training.alternating_updates"),
     ("training.stages", "data.token_limit"),
-    ("training.step", "training.batch_checks"),
     ("training.step", "training.batchnorm"),
     ("training.step", "training.source_losses"),
 }

@@ -54,6 +54,8 @@ STAGES: Mapping[str, str] = MappingProxyType(
         "optimizer": "of `Dealt`, the `World`, the model and its optimizer, on every rank",
         "first_step": "of `Dealt` and the `World`, on every rank, before the strategy wraps the model; may return a "
         "function of replica, task, module and micro-batch, which is called before the first step",
+        "failed_pass": "of an error of a forward pass, the model, the batch, and its key of the recipe; raises a "
+        "better error. Of `Diverged`, for each batch of the step; returns the first value that is not finite, in words",
     }
 )
 """Stages with the arguments of their checks, in the order of a run."""

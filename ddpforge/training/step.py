@@ -18,8 +18,8 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns, SupportsMultiPass, Task, Total, World
 from ddpforge.ranks import heartbeat
-from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.training.checks import check_together
 from ddpforge.training.source_losses import SourceLosses
 from ddpforge.training.task_checks import CheckedTask, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
@@ -173,7 +173,7 @@ class Stepper:
         try:
             loss, outputs = self._task.loss(module, one.batch)
         except Exception as error:
-            raise_if_batch_explains(error, module, one.batch, "data.train")
+            check_together("failed_pass", error, module, one.batch, "data.train")
             raise
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
         if self._sources and one.sources:
