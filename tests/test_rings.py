@@ -90,7 +90,6 @@ LEFT = {
     ("training.loop", "training.media"),
     ("training.loop", "training.source_losses"),
     ("training.loop", "training.task_state"),
-    ("training.optimizers", "strategies.optimizer_probe"),
     ("training.optimizers", "training.blocks"),
     ("training.restoring", "training.auxiliary"),
     ("training.restoring", "training.frozen_weights"),
