@@ -52,6 +52,14 @@ if TYPE_CHECKING:
     from ddpforge.data.pytree import leaves as leaves
     from ddpforge.data.pytree import take as take
     from ddpforge.data.pytree import to_device as to_device
+    from ddpforge.guard.comparison import TOLERANCES as TOLERANCES
+    from ddpforge.guard.comparison import Point as Point
+    from ddpforge.guard.comparison import Quantity as Quantity
+    from ddpforge.guard.comparison import Record as Record
+    from ddpforge.guard.comparison import Tolerances as Tolerances
+    from ddpforge.guard.comparison import compare as compare
+    from ddpforge.guard.comparison import drift_text as drift_text
+    from ddpforge.guard.comparison import first_drift as first_drift
     from ddpforge.ranks.backend_flags import explain_determinism_error as explain_determinism_error
     from ddpforge.ranks.backend_flags import restored_backend_flags as restored_backend_flags
     from ddpforge.ranks.collectives import SingleRank as SingleRank
@@ -117,6 +125,7 @@ _MODULES = {
     "ddpforge.components.registry": "Registry",
     "ddpforge.data": "Batches MicroBatch RankShare mix open_data seed_all",
     "ddpforge.data.pytree": "digest leaves take to_device",
+    "ddpforge.guard.comparison": "TOLERANCES Point Quantity Record Tolerances compare drift_text first_drift",
     "ddpforge.ranks.backend_flags": "explain_determinism_error restored_backend_flags",
     "ddpforge.ranks.collectives": "SingleRank",
     "ddpforge.ranks.devices": "accelerators choose_device chosen_kind named_kind",

@@ -30,7 +30,10 @@ def test_the_stages_of_a_recipe_are_built_without_training_it(capsys: pytest.Cap
 
 def test_a_run_and_its_checkpoints_are_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ddpforge.run("digits", sets=["name=a", "train.length=4st", "checkpoint.every=2st", "train.device=cpu"])
+    ddpforge.run(
+        "digits",
+        sets=["name=a", "train.length=4st", "checkpoint.every=2st", "checkpoint.keep.last=2", "train.device=cpu"],
+    )
     run = api.open_run("a")
     assert [row["step"] for row in api.read_metrics(run.path) if "train/loss" in row][-1] == 4
     assert api.open_checkpoint("a").metadata.step == 4

@@ -29,7 +29,7 @@ LAYERS = [
     {"app.api"},
     {"app.evaluate", "app.generation"},
     {"app.run"},
-    {"app.attempt", "app.node_consistency"},
+    {"app.attempt"},
     {"app.memory_check"},
     {"app.build"},
     {"app"},

@@ -42,8 +42,8 @@ from ddpforge.runs.resume import OpenedRun, warn_restart
 from ddpforge.secret_redaction import redacted
 from ddpforge.training.assemble import assemble, cleanup
 from ddpforge.training.callbacks import check_no_state
+from ddpforge.training.checks import check_together
 from ddpforge.training.contract import ParameterCount, contract_of
-from ddpforge.training.fingerprint import DataPrint, check_unchanged_data
 from ddpforge.training.loop import Around, Trainer
 from ddpforge.training.oom import explain_oom, state_bytes
 from ddpforge.training.stages import Chosen, Dealt, key_of
@@ -105,7 +105,7 @@ class Attempt:
         world: World,
         peers: WriterGroup,
         *,
-        build: Callable[[], tuple[Dealt, Mapping[str, DataPrint]]],
+        build: Callable[[], tuple[Dealt, Mapping[str, Any]]],
         claims: ExitStack,
         allow_change: Sequence[str],
         room: MemoryBudget,
@@ -205,7 +205,7 @@ class Attempt:
         self._begun = True
         return trainer, list(self._around(parts.size))
 
-    def _reject_another_run(self, checkpoint: CheckpointReader, prints: Mapping[str, DataPrint]) -> None:
+    def _reject_another_run(self, checkpoint: CheckpointReader, prints: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the checkpoint is of another run, UsageError if the data changed since then."""
         run = checkpoint.metadata.run
         if run and run != self.folder.id and "run" not in self._allow_change:
@@ -218,7 +218,7 @@ class Attempt:
                     "or continue from it in this run: --allow-change run",
                 ],
             )
-        check_unchanged_data(prints, checkpoint.metadata.data, self._allow_change)
+        check_together("resume", prints, checkpoint.metadata.data, self._allow_change)
 
     def _follow_rows(self, trainer: Trainer, checkpoint: CheckpointReader | None) -> None:
         """Makes checkpoints record the number of rows in metrics.jsonl. Logs a warning if rows were lost."""
@@ -253,7 +253,7 @@ class Attempt:
             changes = [change for change in self.opened.changes if change.path != "train.length"]
             reject_finished(self.folder.path, changes, self.opened.edited)
 
-    def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, DataPrint]) -> dict[str, Any]:
+    def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, Any]) -> dict[str, Any]:
         """Records the start of the attempt and starts the trackers. Returns the origin to store in checkpoints."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)

@@ -47,12 +47,11 @@ from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.run_plan import BatchPlan, RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.checks import check, check_built, check_samples
+from ddpforge.training.checks import check, check_built, check_samples, compare_built
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.dense_memory import make_dense
 from ddpforge.training.features import change_built, declared_modules
-from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.loaders import served
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
@@ -443,7 +442,7 @@ def build_checked(
 
 def build_alike(
     chosen: Chosen, world: World, peers: WriterGroup, problems: Problems, *, samples: bool
-) -> tuple[Dealt, Mapping[str, DataPrint]]:
+) -> tuple[Dealt, Mapping[str, Any]]:
     """Builds on every rank. Returns the result and fingerprints of the data; raises if ranks differ."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)

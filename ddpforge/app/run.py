@@ -14,7 +14,6 @@ from ddpforge.app.attempt import Attempt, Outcome
 from ddpforge.app.build import build_alike, check_chosen
 from ddpforge.app.choose import choose
 from ddpforge.app.memory_check import MemoryBudget
-from ddpforge.app.node_consistency import check_same_environment, check_shared_filesystem, compare_clocks
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
@@ -34,6 +33,7 @@ from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.mirror import Mirror
 from ddpforge.runs.resume import open_folder
+from ddpforge.training.checks import check_together
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen
 
@@ -127,7 +127,7 @@ def _run(
         world = join(chosen)
         peers = peers_of(chosen.recipe, world)
         _leave_if_asked(stop, world, peers)
-        check_shared_filesystem(folder.path.parent, peers.ranks)
+        check_together("folder", folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.all_gather_object(fresh))  # on a machine that joins later, `is_restart` is False
         mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_rank_zero else None
         on_rank_zero(world.global_ranks, lambda: mirror.fetch(fresh=fresh) if mirror else None)
@@ -172,8 +172,7 @@ def join(chosen: Chosen) -> World:
         setup_logging(joined.global_ranks.rank)
         # This waits for all ranks. Later checks may raise on every rank, and a rank that leaves while others still
         # join would make those fail.
-        check_same_environment(joined.global_ranks, chosen.loaded, chosen.registry)
-        compare_clocks(joined.global_ranks)
+        check_together("joined", chosen, joined.global_ranks)
         world = chosen.strategy.setup(chosen.recipe.train, joined)
     if chosen.trains and world.dp_ranks.size != chosen.batch.data_ranks:
         raise StrategyError(

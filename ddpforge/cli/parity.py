@@ -14,7 +14,7 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_options
 from ddpforge.cli.tables import terminal_width
 
 if TYPE_CHECKING:
-    from ddpforge.tools.parity.compare import Point, Quantity
+    from ddpforge.api import Point, Quantity
     from ddpforge.tools.parity.runs import ParityReport, Verdict
 
 _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights": "weights"}

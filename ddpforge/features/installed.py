@@ -6,6 +6,7 @@ from ddpforge.features.batchnorm import BatchNorm
 from ddpforge.features.block_forwards import BlockForwards
 from ddpforge.features.channels_last import ChannelsLast
 from ddpforge.features.float8 import Float8
+from ddpforge.features.frozen_dtype import FrozenWeightDtype
 from ddpforge.features.frozen_weights import FrozenWeights
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.restored_buffers import RestoredBuffers

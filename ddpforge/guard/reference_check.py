@@ -21,6 +21,7 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
+from ddpforge.guard.comparison import difference_norms, norm_of, ratio, relative
 from ddpforge.guard.sum_reduction import compare_halves
 from ddpforge.interfaces import Contract, Pass, Replica, SupportsMultiPass, Task, TensorShard, World, device_kind
 from ddpforge.interfaces.regions import copy as copy_region
@@ -121,8 +122,7 @@ class _Found(NamedTuple):
 
     def distance(self, other: Mapping[str, Tensor]) -> float:
         """Returns the norm of the difference between two gradients, relative to the norm of this one."""
-        squares = [(self.gradients[name] - x).double().square().sum() for name, x in other.items()]
-        return math.sqrt(float(sum(squares))) / self.norm if self.norm else 0.0
+        return ratio(math.hypot(*difference_norms(other, self.gradients).values()), self.norm) if self.norm else 0.0
 
 
 class ReferenceCheck:
@@ -264,8 +264,7 @@ class ReferenceCheck:
             raise ValueError(f"in evaluation mode it does not use `{missing[0]}`")
         gradients = {name: p.grad.detach() for name, p in trained.items() if p.grad is not None}
         self._model.zero_grad(set_to_none=True)
-        squares = [gradient.double().square().sum() for gradient in gradients.values()]
-        return _Found(float(loss.detach()), math.sqrt(float(sum(squares))), gradients)
+        return _Found(float(loss.detach()), norm_of(gradients.values()), gradients)
 
     def _together(self, replica: Replica, world: World, batch: Any, found: _Found) -> tuple[float, float, float]:
         """Computes on all ranks together; returns the loss, the norm of its gradient, and the gradient's difference.
@@ -449,14 +448,13 @@ def _same(replica: Replica, mine: Tensor, whole: Tensor, tolerance: float) -> bo
             return None
     if mine.shape != whole.shape:
         return None
-    difference = float((mine.double() - whole.double()).norm())
-    return difference <= tolerance * float(whole.double().norm()) + 1e-12
+    return difference_norms({"": mine}, {"": whole})[""] <= tolerance * norm_of([whole]) + 1e-12
 
 
 def _off(one: float, other: float) -> float:
     """Returns the difference of two losses, relative to the larger one or to 0.01."""
     # For a loss near 0, the size of its summands counts.
-    return abs(one - other) / max(abs(one), abs(other), 1e-2)
+    return relative(one, other, max(abs(one), 1e-2))
 
 
 def _unfit(found: _Found, nudged: _Found) -> str:

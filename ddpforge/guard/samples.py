@@ -23,12 +23,12 @@ from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.guard.batch_checks import raise_if_batch_explains
 from ddpforge.guard.sum_reduction import Halves, check_sum_reduction
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.interfaces.forms import described
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
-from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.evaluation import metric_prefix

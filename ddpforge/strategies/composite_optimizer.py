@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AlternatingOptimizer", "CompositeOptimizer", "member_optimizers"]
+__all__ = ["AlternatingOptimizer", "CompositeOptimizer", "constructor_of", "member_optimizers", "remember_constructor"]
+
+_Groups = list[dict[str, Any]]
+_makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyDictionary()
 
 
 class CompositeOptimizer(Optimizer):
@@ -58,3 +62,13 @@ def member_optimizers(optimizer: Optimizer) -> Sequence[tuple[str, Optimizer]]:
         for name, part in optimizer.parts.items()
         for inner, member in member_optimizers(part)
     ]
+
+
+def remember_constructor(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None:
+    """Records `make`, which builds another optimizer like `optimizer` from parameter groups."""
+    _makers[optimizer] = make
+
+
+def constructor_of(optimizer: Optimizer) -> Callable[[_Groups], Optimizer] | None:
+    """Returns the function that `remember_constructor` has recorded; None for an optimizer that no recipe builds."""
+    return _makers.get(optimizer)

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.composite_optimizer import member_optimizers
+from ddpforge.strategies.composite_optimizer import constructor_of, member_optimizers
 
 __all__ = [
     "check_independent_updates",
     "check_same_update",
     "check_sparse_gradients",
     "probe_optimizer",
-    "remember_constructor",
 ]
 
 _Groups = list[dict[str, Any]]
-_makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyDictionary()
-
-
-def remember_constructor(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None:
-    """Records `make`, which builds another optimizer like `optimizer` from groups of small weights.
-
-    It is recorded for the recipe's optimizers. For any other, `tried` calls the class with nothing but the weights.
-    """
-    _makers[optimizer] = make
 
 
 def probe_optimizer(
@@ -51,7 +40,7 @@ def probe_optimizer(
         Exception: Any other error of the optimizer.
     """
     weights = [start.clone().requires_grad_() for start, *_ in values]
-    make: Any = _makers.get(optimizer)
+    make: Any = constructor_of(optimizer)
     other: Optimizer = make([{**group, "params": weights, "lr": 0.1}]) if make else type(optimizer)(weights)  # type: ignore[call-arg]
     (mine,) = (one for _, member in member_optimizers(other) for one in member.param_groups)
     mine |= {key: value for key, value in group.items() if key != "params"} | {"lr": 0.1}

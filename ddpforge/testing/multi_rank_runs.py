@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ddpforge.api import TOLERANCES, Record, compare, drift_text, first_drift
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import ExitCode, PluginError
@@ -23,7 +24,6 @@ from ddpforge.testing.ranks import run_ranks
 from ddpforge.testing.registered_checks import checks_of
 from ddpforge.testing.report import Breach, KitInterrupted
 from ddpforge.testing.trial import settle
-from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, compare, first_drift
 
 __all__ = ["MultiRankRuns", "drift_text", "run_to_the_end", "same_training", "write_recipe"]
 
@@ -203,11 +203,3 @@ def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
         records.append(Record(found["rows"], kept["initial"], kept["final"]))
     drift = first_drift(compare(records[0], records[1], TOLERANCES["fp32"]))
     return drift_text(*drift) if drift else None
-
-
-def drift_text(quantity: Quantity, point: Point) -> str:
-    """Describes a difference: the quantity, the step, and the size."""
-    text = f"{quantity.name} differs at step {point.step} by {point.difference:.1e}"
-    if point.value is not None and point.reference is not None:
-        text += f" ({point.value:.6g} instead of {point.reference:.6g})"
-    return text + (f", most of it in `{quantity.where}`" if quantity.where else "")

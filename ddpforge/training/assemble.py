@@ -20,11 +20,10 @@ from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checkpoint_saver import CheckpointSaver
-from ddpforge.training.checks import check_first_step
+from ddpforge.training.checks import check_first_step, check_together, compare_built
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.features import Assembled, Feature, features_of, rework
-from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
@@ -72,8 +71,7 @@ def assemble(
         updates, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
     check_scheduled_values(optimizer, parts.value_schedules, parts.plan.horizon.total)
-    check_same_groups(world.global_ranks, model, optimizer)
-    check_same_schedules(world.global_ranks, {**parts.schedules, **parts.value_schedules}, parts.plan.horizon.total)
+    check_together("optimizer", parts, world, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)

@@ -7,9 +7,8 @@ needs a component that could not be built is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.components.errors import where_raised
@@ -26,20 +25,36 @@ if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
     from ddpforge.interfaces import Replica, Task, World
 
-__all__ = ["STAGES", "FirstStepCheck", "check", "check_built", "check_first_step", "check_samples", "checks_of"]
+__all__ = [
+    "STAGES",
+    "FirstStepCheck",
+    "check",
+    "check_built",
+    "check_first_step",
+    "check_samples",
+    "check_together",
+    "checks_of",
+    "compare_built",
+]
 
-STAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "chosen": "of `Chosen`: the components that need neither data nor model. Must not import torch",
-        "model": "of a bare model, or an auxiliary module of the task, before the strategy wraps it",
-        "fit": "of `Built`; if one fails, no sample is tried",
-        "built": "of `Built`: all components, the same on every rank",
-        "samples": "of `Built` or `Dealt`, and `Problems`: tries the first samples, and returns True if it has "
-        "compared a loss with the losses of its halves",
-        "first_step": "of `Dealt` and the `World`, on every rank, before the strategy wraps the model; may return a "
-        "function of replica, task, module and micro-batch, which is called before the first step",
-    }
-)
+STAGES = {
+    "chosen": "of `Chosen`: the components that need neither data nor model. Must not import torch",
+    "model": "of a bare model, or an auxiliary module of the task, before the strategy wraps it",
+    "fit": "of `Built`; if one fails, no sample is tried",
+    "built": "of `Built`: all components, the same on every rank",
+    "samples": "of `Built` or `Dealt`, and `Problems`: tries the first samples, and returns True if it has "
+    "compared a loss with the losses of its halves",
+    "joined": "of `Chosen` and the ranks, on every rank, after all have joined",
+    "folder": "of the folder of runs and the ranks, on every rank, before the run's folder is opened",
+    "ranks": "of `Built` and the `World`, on every rank; may return facts by name, each with `as_json`, that "
+    "checkpoints keep for the stage `resume`",
+    "resume": "of these facts, those of the checkpoint as JSON, and the keys in `allow_change`, on rank 0",
+    "optimizer": "of `Dealt`, the `World`, the model and its optimizer, on every rank",
+    "first_step": "of `Dealt` and the `World`, on every rank, before the strategy wraps the model; may return a "
+    "function of replica, task, module and micro-batch, which is called before the first step",
+    "failed_pass": "of an error of a forward pass, the model, the batch, and its key of the recipe; raises a "
+    "better error. Of `Diverged`, for each batch of the step; returns the first value that is not finite, in words",
+}
 """Stages with the arguments of their checks, in the order of a run."""
 
 Check = Callable[..., Any]
@@ -100,6 +115,20 @@ def check_samples(stage: Built, problems: Problems) -> bool:
         with _naming(hook):
             compared = bool(function(stage, problems)) or compared
     return compared
+
+
+def check_together(stage: str, *subjects: object) -> list[Any]:
+    """Runs the checks of a stage on every rank, collective; returns their results. Raises the first error."""
+    found = []
+    for hook, _, function in checks_of(stage):
+        with _naming(hook):
+            found.append(function(*subjects))
+    return found
+
+
+def compare_built(built: Built, world: World) -> dict[str, Any]:
+    """Raises on every rank unless all ranks have built the same; returns facts that checkpoints keep, by name."""
+    return {name: fact for facts in check_together("ranks", built, world) for name, fact in (facts or {}).items()}
 
 
 def check_first_step(dealt: Dealt, world: World) -> list[FirstStepCheck]:

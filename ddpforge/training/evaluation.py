@@ -20,8 +20,8 @@ from ddpforge.interfaces import Callback, Compute, Pass, Replica, SampleColumns,
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.failures import exit_code_of
 from ddpforge.ranks.signals import NoData, waiting_for_data
-from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import add_numbers
+from ddpforge.training.checks import check_together
 from ddpforge.training.consensus import EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.features import Feature, methods_of
 from ddpforge.training.step import measure
@@ -232,7 +232,7 @@ class Evaluator:
             try:
                 loss, outputs = task.loss(module, one.batch)
             except Exception as error:
-                raise_if_batch_explains(error, module, one.batch)
+                check_together("failed_pass", error, module, one.batch, "")
                 raise
             # Measured within the forward pass of the replica, which refuses reads of sharded weights.
             measured = measure(task, outputs, one.batch) if one.needs_outputs else {}

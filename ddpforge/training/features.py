@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ddpforge.data import MicroBatch
-    from ddpforge.interfaces import AuxiliaryModule, CanonicalState, Replica, SavedTensor, Task, TensorShard, Total, World
+    from ddpforge.interfaces import (
+        AuxiliaryModule,
+        CanonicalState,
+        Replica,
+        SavedTensor,
+        Task,
+        TensorShard,
+        Total,
+        World,
+    )
     from ddpforge.recipe.schema import TrainSection
     from ddpforge.training.stages import Built, Dealt
 
@@ -88,18 +97,7 @@ class Feature:
         """Changes a model as soon as it is built and its weights are frozen. Called on the class."""
 
     @staticmethod
-    def declared_modules(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
-    """Returns the modules that the features of a task declare, by name."""
-    return {name: module for one in _classes() for name, module in one.declared_modules(task, model).items()}
-
-
-def change_built(model: nn.Module, train: TrainSection) -> None:
-    """Changes a model that has just been built as all features do, in their order."""
-    for one in _classes():
-        one.built(model, train)
-
-
-def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Changes the model as the recipe sets it, before the strategy wraps it; returns it, or its replacement.
 
         Called on the class. `blocks` are the repeated blocks of the model.
@@ -193,6 +191,17 @@ def _classes() -> Iterator[type[Feature]]:
             if not (isinstance(one, type) and issubclass(one, Feature)):
                 raise hook.error("is not a subclass of `Feature`, nor a list of them")
             yield one
+
+
+def declared_modules(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
+    """Returns the modules that the features of a task declare, by name."""
+    return {name: module for one in _classes() for name, module in one.declared_modules(task, model).items()}
+
+
+def change_built(model: nn.Module, train: TrainSection) -> None:
+    """Changes a model that has just been built as all features do, in their order."""
+    for one in _classes():
+        one.built(model, train)
 
 
 def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any, Literal, Protocol, Self
 
@@ -28,12 +29,11 @@ from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
-from ddpforge.training.batch_checks import nonfinite_values
 from ddpforge.training.buffers import unchanged
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.checkpoint_saver import CheckpointSaver
-from ddpforge.training.checks import FirstStepCheck
+from ddpforge.training.checks import FirstStepCheck, check_together
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.features import Feature, TakesSteps, methods_of
@@ -258,7 +258,7 @@ class Trainer:
                     self._go_back(request)
                 except Diverged as error:  # on all ranks: a checkpoint that is being written is still good
                     self.saving.wait_for_pending()
-                    error.hints = (*self._nonfinite_inputs(), *error.hints)
+                    error.hints = (*self._nonfinite_inputs(error), *error.hints)
                     raise
             self.saving.wait_for_pending(last=True)
 
@@ -310,9 +310,10 @@ class Trainer:
                 self._save(last=ended)
             yield info
 
-    def _nonfinite_inputs(self) -> list[str]:
+    def _nonfinite_inputs(self, error: Diverged) -> list[str]:
         """Returns a hint for each rank whose inputs of this step are not finite. Collective."""
-        mine = next(filter(None, (nonfinite_values(one.data) for one in self._drawn)), "")
+        found = (check_together("failed_pass", error, self.replica.unwrapped, one.data, "") for one in self._drawn)
+        mine = next(filter(None, chain.from_iterable(found)), "")
         everywhere = self.world.global_ranks.all_gather_object(mine)
         return [f"look at the data: on rank {rank}, {found}" for rank, found in enumerate(everywhere) if found]
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from ddpforge.components.registry import Registry, build
 from ddpforge.recipe.schema import Component, OptimizerComponent, settings_of
-from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer
-from ddpforge.strategies.optimizer_probe import remember_constructor
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, remember_constructor
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.learning_rates import remember_initial
 from ddpforge.training.parameter_groups import (

@@ -17,9 +17,9 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Pass, Replica, SampleColumns, Task, Total, World
 from ddpforge.ranks import heartbeat
-from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.buffers import unchanged
 from ddpforge.training.checkpoint_saver import CheckpointSaver
+from ddpforge.training.checks import check_together
 from ddpforge.training.features import Feature, PassTotals, methods_of
 from ddpforge.training.task_checks import CheckedTask, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
@@ -175,7 +175,7 @@ class Stepper:
         try:
             loss, outputs = self._task.loss(module, one.batch)
         except Exception as error:
-            raise_if_batch_explains(error, module, one.batch, "data.train")
+            check_together("failed_pass", error, module, one.batch, "data.train")
             raise
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
         for further in one.totals:

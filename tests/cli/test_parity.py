@@ -13,7 +13,7 @@ from support import SUPPORT
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity
+from ddpforge.guard.comparison import TOLERANCES, Point, Quantity
 from ddpforge.tools.parity.runs import ParityReport, RunFailed, Verdict
 from ddpforge.tools.parity.specs import Spec
 

@@ -9,18 +9,28 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge.api import CheckpointReader, RunFolder, contract_of, read_metrics, snapshot
+from ddpforge.api import (
+    TOLERANCES,
+    CheckpointReader,
+    Record,
+    RunFolder,
+    compare,
+    contract_of,
+    drift_text,
+    first_drift,
+    read_metrics,
+    snapshot,
+)
 from ddpforge.checkpoint import retention
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import VERSION
 from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
-from ddpforge.testing.multi_rank_runs import MultiRankRuns, drift_text, run_to_the_end, write_recipe
+from ddpforge.testing.multi_rank_runs import MultiRankRuns, run_to_the_end, write_recipe
 from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
-from ddpforge.tools.parity.compare import TOLERANCES, Record, compare, first_drift
 
 _STEPS, _MIDDLE = 12, 6
 _PROBE = "ddpforge_parity"

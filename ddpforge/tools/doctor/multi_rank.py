@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ddpforge.app.node_consistency import check_same_environment, clocks_apart, holds_locks
 from ddpforge.errors import PeerFailed, SetupError
+from ddpforge.guard.node_consistency import check_same_environment, clocks_apart, holds_locks
 from ddpforge.interfaces import Ranks, World, device_kind
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
 

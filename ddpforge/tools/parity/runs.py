@@ -10,7 +10,22 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-from ddpforge.api import Problems, RunFolder, check, choose, contract_of, read_metrics, snapshot
+from ddpforge.api import (
+    TOLERANCES,
+    Point,
+    Problems,
+    Quantity,
+    Record,
+    RunFolder,
+    Tolerances,
+    check,
+    choose,
+    compare,
+    contract_of,
+    first_drift,
+    read_metrics,
+    snapshot,
+)
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, SetupError, UsageError
@@ -18,7 +33,6 @@ from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
 from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
 from ddpforge.recipe.toml import toml_value
-from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.tools.parity.specs import Spec, parse, split
 
 __all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ddpforge.api import Dealt, restored_backend_flags
 from ddpforge.errors import StoppedBeforeStart, UsageError
+from ddpforge.guard.comparison import relative, worst
 from ddpforge.ranks import process_exit
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.toml import toml_value
@@ -44,6 +45,7 @@ log = logging.getLogger("ddpforge")
 
 _SUM = 1e-3  # largest relative difference between the recipe's loss and the script's per sample, if that is a sum
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
+_LEAST = 1e-12  # smaller numbers are compared relative to this
 _UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
 _OUTPUT = 15  # lines of a failed script to print
 _MOST_OUTPUT = 1 << 16  # bytes of its output that are read for them
@@ -406,17 +408,13 @@ def _update(script: ScriptStep, recipe: ScriptStep, rename: Mapping[str, str]) -
         frozen = "recipe" if missing[0] in named else "script"
         yield f"update: {_some(missing)} is not trained in the {frozen}"
         return
-    worst = max(named, key=lambda name: _relative(named[name], recipe.updates[name]), default="")
-    if worst and (apart := _relative(named[worst], recipe.updates[worst])) > _UPDATE:
+    apart = {name: _relative(norm, recipe.updates[name]) for name, norm in named.items()}
+    if (name := worst(apart)) and apart[name] > _UPDATE:
         yield (
-            f"update: the norm of the change of `{worst}` is {named[worst]:.6g} in the script, "
-            f"{recipe.updates[worst]:.6g} in the recipe ({apart:.1e} apart)"
+            f"update: the norm of the change of `{name}` is {named[name]:.6g} in the script, "
+            f"{recipe.updates[name]:.6g} in the recipe ({apart[name]:.1e} apart)"
         )
 
 
 def _relative(reference: float, value: float) -> float:
-    if reference == value:
-        return 0.0
-    if not (math.isfinite(reference) and math.isfinite(value)):
-        return math.inf
-    return abs(value - reference) / max(abs(reference), 1e-12)
+    return math.inf if math.isnan(value) else relative(value, reference, _LEAST)

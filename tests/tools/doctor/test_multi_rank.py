@@ -34,7 +34,7 @@ def test_hosts_without_a_shared_folder_are_an_error(
 ) -> None:
     hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
     hosts["b"].resolves_itself_to("127.0.1.1")
-    monkeypatch.setattr("ddpforge.app.node_consistency._CACHED", 0.0)
+    monkeypatch.setattr("ddpforge.guard.node_consistency._CACHED", 0.0)
     monkeypatch.setattr(multi_rank, "_SIZES", (1,))
 
     def look(rank: int) -> list[dict[str, object]] | None:

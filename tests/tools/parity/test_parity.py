@@ -16,7 +16,7 @@ from support.launched import Zygote
 from ddpforge.components.installed import Entry
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, RecipeError, UsageError
-from ddpforge.tools.parity.compare import TOLERANCES, Quantity, Record, compare, first_drift
+from ddpforge.guard.comparison import TOLERANCES, Quantity, Record, compare, first_drift
 from ddpforge.tools.parity.runs import ParityReport, RunFailed, parity
 from ddpforge.tools.parity.specs import parse, split
 

@@ -1,4 +1,7 @@
-"""Finds the quantity and the step at which two runs diverge, and the difference. Plain data in, plain data out."""
+"""Compares two computations that must agree: numbers, tensors by name, and the curves and weights of two runs.
+
+Plain data in, plain data out. The first difference is named by its quantity, its step and the tensor with most of it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TOLERANCES", "Point", "Quantity", "Record", "Tolerances", "compare", "first_drift"]
+__all__ = [
+    "TOLERANCES",
+    "Point",
+    "Quantity",
+    "Record",
+    "Tolerances",
+    "compare",
+    "difference_norms",
+    "drift_text",
+    "first_drift",
+    "norm_of",
+    "ratio",
+    "relative",
+    "worst",
+]
 
 _EXACT = 1e-12  # for learning rates, which are functions of the step
 _INITIAL = 1e-6  # for initial weights, which the same seed draws
@@ -119,7 +136,36 @@ def first_drift(quantities: Iterable[Quantity]) -> tuple[Quantity, Point] | None
     return min(((quantity, point) for quantity, point in drifts if point), key=lambda each: each[1].step, default=None)
 
 
+def drift_text(quantity: Quantity, point: Point) -> str:
+    """Describes a difference: the quantity, the step, and the size."""
+    text = f"{quantity.name} differs at step {point.step} by {point.difference:.1e}"
+    if point.value is not None and point.reference is not None:
+        text += f" ({point.value:.6g} instead of {point.reference:.6g})"
+    return text + (f", most of it in `{quantity.where}`" if quantity.where else "")
+
+
 # ---------------------------------------------------------------------------------------------- numbers
+def relative(value: float | None, reference: float | None, floor: float = 0.0) -> float:
+    """Returns the difference of two numbers, relative to the reference, or to `floor` if that is larger.
+
+    It is infinite if one number is absent or not finite and the other differs. Two NaNs are equal.
+    """
+    if value == reference:
+        return 0.0
+    if value is None or reference is None:
+        return math.inf
+    if math.isnan(value) and math.isnan(reference):
+        return 0.0
+    return ratio(abs(value - reference), max(abs(reference), floor)) if math.isfinite(value - reference) else math.inf
+
+
+def ratio(difference: float, scale: float) -> float:
+    """Returns `difference / scale`; 0 without a difference, infinite for a scale of 0 or an infinite difference."""
+    if not difference:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
 def _curve(key: str, run: Record, reference: Record, steps: int, tolerance: float, floor: float = _FLOOR) -> Quantity:
     """Compares a column of both runs' rows; returns no points if neither run has it."""
     pairs = [(mine.get(key), theirs.get(key)) for mine, theirs in zip(run.rows[:steps], reference.rows, strict=False)]
@@ -127,24 +173,8 @@ def _curve(key: str, run: Record, reference: Record, steps: int, tolerance: floa
         return Quantity(key, tolerance, ())
     known = [abs(theirs) for _, theirs in pairs if theirs is not None and math.isfinite(theirs)]
     least = floor * max(known, default=0.0)
-    points = [Point(step, _relative(*pair, least), *pair) for step, pair in enumerate(pairs, start=1)]
+    points = [Point(step, relative(*pair, least), *pair) for step, pair in enumerate(pairs, start=1)]
     return Quantity(key, tolerance, tuple(points))
-
-
-def _relative(value: float | None, reference: float | None, floor: float) -> float:
-    if value == reference:
-        return 0.0
-    if value is None or reference is None:
-        return math.inf
-    if math.isnan(value) and math.isnan(reference):
-        return 0.0
-    return _ratio(abs(value - reference), max(abs(reference), floor)) if math.isfinite(value - reference) else math.inf
-
-
-def _ratio(difference: float, scale: float) -> float:
-    if not difference:
-        return 0.0
-    return difference / scale if scale and math.isfinite(difference) else math.inf
 
 
 def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
@@ -154,43 +184,43 @@ def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[
     for key in (key for key in last if key.startswith("eval/")):
         tolerance = tolerances.loss if key.endswith("/loss") else tolerances.metrics
         value, other = run.rows[-1].get(key), reference.rows[-1].get(key)
-        found.append(Quantity(key, tolerance, (Point(run.steps, _relative(value, other, 0.0), value, other),)))
+        found.append(Quantity(key, tolerance, (Point(run.steps, relative(value, other, 0.0), value, other),)))
     return found
 
 
 # ---------------------------------------------------------------------------------------------- tensors
 def _initial(run: Record, reference: Record) -> Quantity:
     """Compares the initial weights of both strategies, before one run loaded those of the other."""
-    apart = _apart(run.initial, reference.initial)
-    difference = _ratio(math.hypot(*apart.values()), _norm(reference.initial.values()))
-    return Quantity("initial weights", _INITIAL, (Point(0, difference),), _most(apart))
+    apart = difference_norms(run.initial, reference.initial)
+    difference = ratio(math.hypot(*apart.values()), norm_of(reference.initial.values()))
+    return Quantity("initial weights", _INITIAL, (Point(0, difference),), worst(apart))
 
 
 def _weights(run: Record, reference: Record, tolerance: float) -> Quantity:
     """Compares all trained weights as one vector, relative to the distance that the reference moved it."""
     trained = reference.initial
     mine, theirs = ({name: each.final.get(name) for name in trained} for each in (run, reference))
-    moved = math.hypot(*filter(math.isfinite, _apart(theirs, trained).values()))
-    apart = _apart(mine, theirs)
-    difference = _ratio(math.hypot(*apart.values()), max(moved, _FLOOR * _norm(theirs.values())))
-    return Quantity("weights", tolerance, (Point(run.steps, difference),), _most(apart))
+    moved = math.hypot(*filter(math.isfinite, difference_norms(theirs, trained).values()))
+    apart = difference_norms(mine, theirs)
+    difference = ratio(math.hypot(*apart.values()), max(moved, _FLOOR * norm_of(theirs.values())))
+    return Quantity("weights", tolerance, (Point(run.steps, difference),), worst(apart))
 
 
 def _buffers(run: Record, reference: Record, tolerance: float) -> Quantity:
     """Compares the model's buffers in the last checkpoints; the largest difference counts, relative to its buffer."""
     trained = reference.initial
     mine, theirs = ({name: x for name, x in each.final.items() if name not in trained} for each in (run, reference))
-    apart = {name: _ratio(x, _norm([theirs.get(name)])) for name, x in _apart(mine, theirs).items()}
+    apart = {name: ratio(x, norm_of([theirs.get(name)])) for name, x in difference_norms(mine, theirs).items()}
     points = (Point(run.steps, max(apart.values())),) if apart else ()
-    return Quantity("buffers", tolerance, points, _most(apart))
+    return Quantity("buffers", tolerance, points, worst(apart))
 
 
-def _apart(mine: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
+def difference_norms(mine: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Returns the distance between the two tensors of each name; infinite if one is missing or the shapes differ."""
     found = {}
     for name in {**theirs, **mine}:
         a, b = mine.get(name), theirs.get(name)
-        found[name] = math.inf if a is None or b is None or a.shape != b.shape else _norm([_difference(a, b)])
+        found[name] = math.inf if a is None or b is None or a.shape != b.shape else norm_of([_difference(a, b)])
     return found
 
 
@@ -199,13 +229,13 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)  # inf - inf is nan
 
 
-def _norm(tensors: Iterable[Tensor | None]) -> float:
+def norm_of(tensors: Iterable[Tensor | None]) -> float:
     """Returns the norm of all elements together; infinite if one is NaN."""
     norm = math.hypot(*(float(tensor.double().norm()) for tensor in tensors if tensor is not None))
     return math.inf if math.isnan(norm) else norm
 
 
-def _most(apart: Mapping[str, float]) -> str | None:
-    """Returns the tensor with the largest difference; None if there is no difference."""
-    worst = max(apart, key=lambda name: apart[name], default=None)
-    return worst if worst is not None and apart[worst] else None
+def worst(differences: Mapping[str, float]) -> str | None:
+    """Returns the name with the largest difference; None if there is no difference."""
+    name = max(differences, key=lambda one: differences[one], default=None)
+    return name if name is not None and differences[name] else None

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.errors import UsageError
+from ddpforge.errors import Diverged, UsageError
 from ddpforge.interfaces.forms import described
 
-__all__ = ["nonfinite_values", "raise_if_batch_explains"]
+__all__ = ["CHECKS", "nonfinite_values", "raise_if_batch_explains"]
 
 _DTYPE = re.compile(r"same dtype|scalar type|Input type \(.*\) and|not implemented for '|expected .* dtype")
 _TARGET = re.compile(r"Target (-?\d+) is out of bounds")
@@ -112,3 +112,12 @@ def _tensors(batch: Any, name: str = "the tensor") -> Iterator[tuple[str, Tensor
     elif isinstance(batch, list | tuple):
         for number, part in enumerate(batch):
             yield from _tensors(part, f"part {number}" if name == "the tensor" else name)
+
+
+def nonfinite_inputs(error: Exception, module: nn.Module, batch: Any, key: str) -> str:
+    """Describes inputs that explain a gradient that is not finite; "" if there are none, or for any other error."""
+    return nonfinite_values(batch) if isinstance(error, Diverged) else ""
+
+
+CHECKS = (("", raise_if_batch_explains), ("", nonfinite_inputs))
+"""The explanations of a failed forward pass, and of a gradient that is not finite."""

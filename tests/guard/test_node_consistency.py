@@ -13,9 +13,9 @@ import pytest
 from support.forked import in_ranks, set_up
 from support.hosts import Hosts
 
-from ddpforge.app import node_consistency as checks
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, PeerFailed, SetupError
+from ddpforge.guard import node_consistency as checks
 from ddpforge.interfaces import Ranks
 from ddpforge.recipe import load_recipe
 from ddpforge.strategies.ddp import DDP

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.training.batch_checks import nonfinite_values, raise_if_batch_explains
+from ddpforge.guard.batch_checks import nonfinite_values, raise_if_batch_explains
 
 
 class Words(nn.Module):

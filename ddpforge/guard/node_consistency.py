@@ -27,8 +27,11 @@ from ddpforge.runs.folder import local_code
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
+    from ddpforge.training.stages import Chosen
 
 __all__ = [
+    "FOLDER",
+    "JOINED",
     "Apart",
     "check_same_environment",
     "check_shared_filesystem",
@@ -236,3 +239,12 @@ def _look(word: Path) -> _Sight:
     except OSError:
         return "locked"
     return "free"
+
+
+def compare_nodes(chosen: Chosen, ranks: Ranks) -> None:
+    """Raises on every rank unless all hosts run the same software and recipe; logs clocks that differ."""
+    check_same_environment(ranks, chosen.loaded, chosen.registry)
+    compare_clocks(ranks)
+
+
+JOINED, FOLDER = (("", compare_nodes),), (("", check_shared_filesystem),)

@@ -14,18 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, UsageError
+from ddpforge.guard.data_print import DataPrint, check_unchanged_data, difference
+from ddpforge.guard.same_on_ranks import check_same_data, check_same_groups, check_same_models, check_same_schedules
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing.doubles import in_threads
-from ddpforge.training.fingerprint import (
-    DataPrint,
-    check_same_data,
-    check_same_groups,
-    check_same_models,
-    check_same_schedules,
-    check_unchanged_data,
-    difference,
-)
 
 
 class Numbers:
