@@ -16,7 +16,7 @@ def _words() -> dict[str, Any]:
 
 
 def _meant(table: Mapping[str, Sequence[str]], word: str) -> str | None:
-    """Returns what a table has for another tool's word; None if the word is not in it."""
+    """Returns the entry of a table for another tool's word; None if the word is not in it."""
     return next((meant for meant, words in table.items() if word in words), None)
 
 

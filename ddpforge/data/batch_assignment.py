@@ -32,33 +32,33 @@ _FEW = 100  # steps of an order without epochs whose sizes are tried
 class RankShare(NamedTuple):
     """Share of one rank in the samples of each step.
 
-    Samples are divided among shards (virtual ranks), and shards among ranks. There are `elastic` shards, a multiple of
-    the number of ranks, or one per rank. The samples of a shard depend only on the number of shards.
+    Samples are divided among virtual ranks, and these among ranks. There are `virtual_ranks`, a multiple of the number
+    of ranks, or one per rank. The samples of a virtual rank depend only on the number of virtual ranks.
     """
 
     rank: int
     ranks: int
     micro_batch: int
-    elastic: int | None = None
+    virtual_ranks: int | None = None
 
     @property
-    def shards(self) -> range:
-        """Returns the numbers of this rank's shards."""
-        each = (self.elastic or self.ranks) // self.ranks
+    def own_virtual_ranks(self) -> range:
+        """Returns the numbers of this rank's virtual ranks."""
+        each = (self.virtual_ranks or self.ranks) // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
     def deal(self, samples: int) -> list[range]:
         """Returns this rank's micro-batches of a step with `samples` samples, as ranges of places within the step.
 
-        Every shard gets the same number of micro-batches. Their sizes differ by at most one sample, and may be zero in
-        an incomplete step.
+        Every virtual rank gets the same number of micro-batches. Their sizes differ by at most one sample, and may be
+        zero in an incomplete step.
         """
         # The same number, because with a sharded model each forward pass is collective.
-        total = self.elastic or self.ranks
+        total = self.virtual_ranks or self.ranks
         parts = math.ceil(math.ceil(samples / total) / self.micro_batch)
         found = []
-        for shard in self.shards:
-            first, end = (edge * samples // total for edge in (shard, shard + 1))
+        for one in self.own_virtual_ranks:
+            first, end = (edge * samples // total for edge in (one, one + 1))
             cuts = [first + part * (end - first) // parts for part in range(parts + 1)]
             found += [range(a, b) for a, b in pairwise(cuts)]
         return found
@@ -68,16 +68,16 @@ class RankShare(NamedTuple):
 
         Each is an array of places within the step, and the number of its samples: 0 for a padding sample.
         """
-        return limit.divide(ids, self.shards, self.elastic or self.ranks, most=self.micro_batch)
+        return limit.divide(ids, self.own_virtual_ranks, self.virtual_ranks or self.ranks, most=self.micro_batch)
 
     def fewest(self, samples: int) -> int:
         """Returns the size of the smallest micro-batch of any rank in a step of `samples` samples."""
         return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
 
     def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
-        """Returns the shard of micro-batch `number` of this rank's `micro_batches`, and its number within the shard."""
-        shard, within = divmod(number, micro_batches // len(self.shards))
-        return self.shards[shard], within
+        """Returns the virtual rank of micro-batch `number` of this rank's `micro_batches`, and its number within it."""
+        place, within = divmod(number, micro_batches // len(self.own_virtual_ranks))
+        return self.own_virtual_ranks[place], within
 
 
 class Request(NamedTuple):
@@ -105,8 +105,8 @@ class MicroBatch(NamedTuple):
     samples: int
     step_samples: int  # samples of the whole step, over all ranks
     last: bool  # this rank's last micro-batch of the step
-    shard: int  # see `RankShare`
-    number: int  # within the shard
+    shard: int  # the virtual rank, see `RankShare`
+    number: int  # within the virtual rank
     read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
     places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
     sources: Sequence[int] | None = None  # in training on several sources: number of the source of each sample

@@ -63,21 +63,21 @@ def record_begun() -> None:
 def has_begun() -> bool:
     """True if ranks of this launch have had the run's folder before, and this is a restart."""
     if path := os.environ.get(VERDICT):
-        return any("begun" in word for word in _words(Path(path)))
+        return any("begun" in entry for entry in _entries(Path(path)))
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def record_exit(code: int, *, spoke: bool = True, error: str | None = None, by_watch: bool = False) -> None:
+def record_exit(code: int, *, by_rank: bool = True, error: str | None = None, by_watch: bool = False) -> None:
     """Records the exit code of a rank for the launch; called by a rank that ends, or by its watchdog.
 
     Args:
         code: the exit code.
-        spoke: True if the rank itself has reported the cause.
+        by_rank: True if the rank itself has reported the cause.
         error: the cause.
         by_watch: a watchdog reports the first failure, and the launch has to print it.
     """
-    word: dict[str, Any] = {"rank": _rank(), "code": int(code), "spoke": spoke}
-    _record(word | ({"error": error} if error else {}) | ({"by_watch": True} if by_watch else {}))
+    entry: dict[str, Any] = {"rank": _rank(), "code": int(code), "spoke": by_rank}
+    _record(entry | ({"error": error} if error else {}) | ({"by_watch": True} if by_watch else {}))
 
 
 def record_halt() -> None:
@@ -95,13 +95,13 @@ def _rank() -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _record(word: Mapping[str, Any]) -> None:
+def _record(entry: Mapping[str, Any]) -> None:
     if path := os.environ.get(VERDICT):
         with open(path, "a") as file:
-            file.write(json.dumps(word) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
-def _words(path: Path) -> list[dict[str, Any]]:
+def _entries(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -109,8 +109,8 @@ class ExitRecords:
     """All reports so far in a launch of `nproc` ranks on this machine."""
 
     def __init__(self, path: Path, nproc: int) -> None:
-        self._all = _words(path)
-        starts = [number for number, word in enumerate(self._all) if "pid" in word]
+        self._all = _entries(path)
+        starts = [number for number, entry in enumerate(self._all) if "pid" in entry]
         # Restarted ranks report everything again; only the last attempt counts.
         self._last = self._all[starts[-nproc] :] if len(starts) >= nproc else self._all
         self._nproc = nproc
@@ -118,17 +118,17 @@ class ExitRecords:
     @property
     def pids(self) -> list[int]:
         """Returns the processes of all ranks that have begun."""
-        return [word["pid"] for word in self._all if "pid" in word]
+        return [entry["pid"] for entry in self._all if "pid" in entry]
 
     @property
     def watches(self) -> list[int]:
         """Returns the processes of all watchdogs."""
-        return [word["watch"] for word in self._all if "watch" in word]
+        return [entry["watch"] for entry in self._all if "watch" in entry]
 
     @property
     def codes(self) -> list[int]:
         """Returns the exit codes of the last attempt's ranks, in the order in which they ended."""
-        return [word["code"] for word in self._last if "code" in word]
+        return [entry["code"] for entry in self._last if "code" in entry]
 
     @property
     def all_done(self) -> bool:
@@ -138,37 +138,39 @@ class ExitRecords:
     @property
     def begun(self) -> bool:
         """True if ranks have had the run's folder. Such ranks must not be killed, because they may be saving."""
-        return any("begun" in word for word in self._last)
+        return any("begun" in entry for entry in self._last)
 
     @property
     def halted(self) -> bool:
         """True if the whole run stops, so that a restart is not wanted."""
-        return any("halt" in word for word in self._last)
+        return any("halt" in entry for entry in self._last)
 
-    def conclude(self, code: int, asked: int | None) -> LaunchExit:
+    def conclude(self, code: int, stop_signal: int | None) -> LaunchExit:
         """Returns the result of the launch.
 
         Args:
             code: the exit code of the launcher, negative for a signal.
-            asked: the first stop signal that the launch received. If no rank has begun, the result is STOPPED, except
-                after SIGINT: nothing is lost.
+            stop_signal: the first stop signal that the launch received. If no rank has begun, the result is STOPPED,
+                except after SIGINT: nothing is lost.
         """
         if code == 0 or self.all_done:
             return LaunchExit(0)  # failures of earlier attempts or of the launcher itself do not count
-        failed = [word for word in self._last if word.get("code")]
+        failed = [entry for entry in self._last if entry.get("code")]
         return LaunchExit(
-            failed[0]["code"] if failed else self._unsaid(code, asked),
-            next((RankDeath(word["rank"], word["signal"]) for word in reversed(self._last) if "signal" in word), None),
-            frozenset(word["rank"] for word in self._last if word.get("spoke")),
+            failed[0]["code"] if failed else self._unreported_code(code, stop_signal),
+            next(
+                (RankDeath(entry["rank"], entry["signal"]) for entry in reversed(self._last) if "signal" in entry), None
+            ),
+            frozenset(entry["rank"] for entry in self._last if entry.get("spoke")),
             reported=bool(failed),
-            error=next((word["error"] for word in failed if "error" in word), None),
-            watched=next((word["error"] for word in failed if "by_watch" in word), None),
+            error=next((entry["error"] for entry in failed if "error" in entry), None),
+            watched=next((entry["error"] for entry in failed if "by_watch" in entry), None),
         )
 
-    def _unsaid(self, code: int, asked: int | None) -> int:
-        if asked and asked != signal.SIGINT and not self.pids:
+    def _unreported_code(self, code: int, stop_signal: int | None) -> int:
+        if stop_signal and stop_signal != signal.SIGINT and not self.pids:
             return ExitCode.PREEMPTED
-        signalled = asked or -code
+        signalled = stop_signal or -code
         return 128 + signalled if signalled > 0 else code
 
 

@@ -30,7 +30,7 @@ _LOOK = 1.0
 _ENDED = {"Z", "X"}  # states of /proc/PID/stat: the exit code was not read yet (zombie), or it was
 _PARTING = 15.0  # seconds for a launcher to end after its ranks are done, when no other rank is alive
 _SAVING = 600.0  # seconds for ranks that outlive their launcher
-_TELLING = 10.0  # seconds for their watchdogs
+_REPORTING = 10.0  # seconds for their watchdogs
 
 
 def launch(
@@ -68,36 +68,36 @@ def start(
     """
     # Launchers reduce every failure to exit code 1, so the ranks write their exit codes to a private file.
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
-        said = Path(file.name)
+        file_of_records = Path(file.name)
         given = {name: value for name, value in os.environ.items() if value or name != "OMP_NUM_THREADS"}
         environment = {**variables_for(nproc), **given, **ours, **variables, VERDICT: file.name}
-        running = _Running(lambda: ExitRecords(said, nproc), environment.get(ADDRESS))
-        with received_signal(running.ask):
+        running = _Running(lambda: ExitRecords(file_of_records, nproc), environment.get(ADDRESS))
+        with received_signal(running.on_signal):
             # In a new session: otherwise the terminal would send Ctrl-C to the launcher too, which ends at the second.
             running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             code = running.wait(patience)
-        return ExitRecords(said, nproc).conclude(code, running.asked)
+        return ExitRecords(file_of_records, nproc).conclude(code, running.first_signal)
 
 
 class _Running:
     """Running launcher, and the stop signals that it received."""
 
-    def __init__(self, words: Callable[[], ExitRecords], store: str | None) -> None:
-        self._words, self._store = words, store
+    def __init__(self, records: Callable[[], ExitRecords], store: str | None) -> None:
+        self._records, self._store = records, store
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked: dict[int, float] = {}
+        self._received: dict[int, float] = {}
 
     @property
-    def asked(self) -> int | None:
+    def first_signal(self) -> int | None:
         """Returns the first stop signal; None if there was none."""
-        return next(iter(self._asked), None)
+        return next(iter(self._received), None)
 
-    def ask(self, number: int, _: FrameType | None) -> None:
+    def on_signal(self, number: int, _: FrameType | None) -> None:
         """Handles a stop signal: the first one terminates the launcher, a repeated one kills all."""
-        now, before = time.monotonic(), self._asked.get(number)
+        now, before = time.monotonic(), self._received.get(number)
         if before is None:
-            self._asked[number] = now
-            if self._process and len(self._asked) == 1:
+            self._received[number] = now
+            if self._process and len(self._received) == 1:
                 self._process.terminate()
         elif self._process and is_second_request(number, since=now - before):
             self._kill()
@@ -105,7 +105,7 @@ class _Running:
     def begin(self, command: Sequence[str], **options: Any) -> None:
         with _held_back(signal.SIGUSR1, signal.SIGHUP):  # without handlers these signals would end the launcher
             self._process = subprocess.Popen(command, **options)
-        if self._asked:
+        if self._received:
             self._process.terminate()
 
     def wait(self, patience: float) -> int:
@@ -129,8 +129,8 @@ class _Running:
         return code
 
     def _all_done(self) -> bool:
-        words = self._words()
-        return words.all_done and set(map(process_state, words.pids)) <= _ENDED
+        records = self._records()
+        return records.all_done and set(map(process_state, records.pids)) <= _ENDED
 
     def _is_quiet(self, parting: float) -> bool:
         """True if no rank of any machine has reported lately. The ranks here have been done for `parting` seconds."""
@@ -144,23 +144,23 @@ class _Running:
 
     def _left_alone(self) -> str:
         """Returns the states of its ranks if all have ended with a failure, else "". "Z": exit code not read yet."""
-        words = self._words()
-        states = "" if words.all_done else "".join(map(process_state, words.pids))
+        records = self._records()
+        states = "" if records.all_done else "".join(map(process_state, records.pids))
         return states if set(states) <= _ENDED else ""
 
     def _wait_for_ranks(self) -> None:
         """Waits for ranks that outlive the launcher, which may be saving, and for watchdogs, which may be reporting."""
         import psutil
 
-        psutil.wait_procs(_processes(self._words().pids), timeout=_SAVING)
-        psutil.wait_procs(_processes(self._words().watches), timeout=_TELLING)
+        psutil.wait_procs(_processes(self._records().pids), timeout=_SAVING)
+        psutil.wait_procs(_processes(self._records().watches), timeout=_REPORTING)
 
     def _kill(self) -> None:
         """Kills the launcher and all its descendants."""
         import psutil
 
         assert self._process is not None
-        ranks = _processes(self._words().pids)
+        ranks = _processes(self._records().pids)
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._process.pid)
             ranks += [launcher, *launcher.children(recursive=True)]

@@ -32,12 +32,12 @@ class Attempts:
     def __init__(self) -> None:
         self._attempts: dict[str, tuple[dict[int, Any], list[str], list[Any]]] = {}
         self._lock = threading.Lock()
-        self._heard: float | None = None  # time of the newest row
+        self._newest: float | None = None  # when the newest row came
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Stores the contents of a request and returns the reply. Raises KeyError or TypeError if it is invalid."""
         if "clock" in question:
-            quiet = None if self._heard is None else time.monotonic() - self._heard
+            quiet = None if self._newest is None else time.monotonic() - self._newest
             return {"clock": time.time(), "host": socket.gethostname(), "quiet": quiet}
         with self._lock:
             rows, calls, causes = self._attempts.setdefault(str(question["attempt"]), ({}, [], []))
@@ -45,7 +45,7 @@ class Attempts:
                 del self._attempts[next(iter(self._attempts))]
             if row := question.get("row"):
                 rows[int(row["rank"])] = row
-                self._heard = time.monotonic()
+                self._newest = time.monotonic()
             if question.get("alarm"):
                 calls.append("alarm")
             if question.get("cause"):

@@ -68,18 +68,18 @@ class _WaitingForData:
             raise NoData
         return True
 
-    def watch(self, asked: StopRequests, number: int, patience: float) -> None:
+    def watch(self, requests: StopRequests, number: int, patience: float) -> None:
         """Starts a thread that ends the main thread's wait for data after `patience` seconds, by the signal `number`.
 
-        The thread ends when `asked`, which received the stop signal `number`, is exited.
+        The thread ends when `requests`, which received the stop signal `number`, is exited.
         """
         main = threading.main_thread().ident
         if main is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            threading.Thread(target=self._watch, args=(asked, main, number, patience), daemon=True).start()
+            threading.Thread(target=self._watch, args=(requests, main, number, patience), daemon=True).start()
 
-    def _watch(self, asked: StopRequests, main: int, number: int, patience: float) -> None:
+    def _watch(self, requests: StopRequests, main: int, number: int, patience: float) -> None:
         begin = time.monotonic()
-        while asked in StopRequests._entered:
+        while requests in StopRequests._entered:
             time.sleep(patience / 10)
             since = self.since
             if since is not None and time.monotonic() - max(since, begin) > patience:
@@ -93,9 +93,9 @@ waiting_for_data = _WaitingForData()
 class StopRequests:
     """Context in which SIGTERM, SIGINT, SIGUSR1 and SIGHUP set the flag `requested`.
 
-    A second signal of the same kind raises KeyboardInterrupt at once, see `requests.insists`. Signals that were ignored
-    at the start of the process, as under nohup, stay ignored. A nested context takes over earlier requests of the outer
-    one. A flag on one rank is enough: all ranks agree on a stop before any rank stops.
+    A second signal of the same kind raises KeyboardInterrupt at once, see `signal_policy.is_second_request`. Signals
+    that were ignored at the start of the process, as under nohup, stay ignored. A nested context takes over earlier
+    requests of the outer one. A flag on one rank is enough: all ranks agree on a stop before any rank stops.
     """
 
     _entered: ClassVar[list[StopRequests]] = []  # in this process, the innermost last
@@ -105,14 +105,14 @@ class StopRequests:
         self._clock = clock
         self._depth = 0
         self._over = False
-        self._heard: dict[int, float] = {}
+        self._received: dict[int, float] = {}
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             if self._entered:
-                self.requested, self._heard = self._entered[-1].requested, dict(self._entered[-1]._heard)
+                self.requested, self._received = self._entered[-1].requested, dict(self._entered[-1]._received)
             self._entered.append(self)
             self._before = handle_signals(self._on_signal)
         return self
@@ -133,8 +133,8 @@ class StopRequests:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if waiting_for_data.ends():
             return
-        now, before = self._clock(), self._heard.get(number)
-        self._heard.setdefault(number, now)
+        now, before = self._clock(), self._received.get(number)
+        self._received.setdefault(number, now)
         if is_second_request(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         is_first, self.requested = not self.requested, True
@@ -142,8 +142,8 @@ class StopRequests:
             waiting_for_data.watch(self, number, _NO_DATA)
         if is_first and _began.is_set():  # before that, the final message reports the stop
             # A launcher passes every request on as SIGTERM: the name of the original signal is not known.
-            asked = "stop requested" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
-            words = "%s: finishing this step, then saving a checkpoint", asked
+            reason = "stop requested" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
+            words = "%s: finishing this step, then saving a checkpoint", reason
             try:
                 log.info(*words)
             except RuntimeError:  # the signal came during a write to the same stream: a thread waits for its end
@@ -167,16 +167,16 @@ def stopping_early(leave: Callable[[], None], patience: float = _EARLY) -> Itera
         yield
         return
     _began.clear()
-    heard, said = os.pipe()
-    os.set_blocking(said, False)
-    before = signal.set_wakeup_fd(said, warn_on_full_buffer=False)
-    threading.Thread(target=_leave_early, args=(heard, leave, patience), name="early stop", daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_leave_early, args=(reader, leave, patience), name="early stop", daemon=True).start()
     try:
         yield
     finally:
         training_begins()
         signal.set_wakeup_fd(before)
-        os.close(said)
+        os.close(writer)
 
 
 def training_begins() -> None:
@@ -184,8 +184,8 @@ def training_begins() -> None:
     _began.set()
 
 
-def _leave_early(heard: int, leave: Callable[[], None], patience: float) -> None:
-    with os.fdopen(heard, "rb", buffering=0) as file:
+def _leave_early(reader: int, leave: Callable[[], None], patience: float) -> None:
+    with os.fdopen(reader, "rb", buffering=0) as file:
         while number := file.read(1):
             if number[0] in handling_signals() and not _began.wait(patience):
                 leave()

@@ -53,8 +53,8 @@ class ConsensusInputs:
 
     def totals(self, wanted: Collection[str], *, seconds: float, saved: bool) -> dict[str, float]:
         """Returns this rank's ballot."""
-        said = {f"?{name}": float(name in wanted) for name in self._wishes}
-        return said | {"?seconds": seconds, "?saved": float(saved)}
+        ballot = {f"?{name}": float(name in wanted) for name in self._wishes}
+        return ballot | {"?seconds": seconds, "?saved": float(saved)}
 
     def count(self, means: dict[str, float]) -> Decision:
         """Removes the means of all ranks' ballots from `means`; returns their agreement."""

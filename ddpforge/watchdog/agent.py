@@ -48,7 +48,7 @@ class EarlyReporter:
 
     def __init__(self, board: StatusBoard, rank: int, pid: int) -> None:
         self._board, self._rank, self._pid = board, rank, pid
-        self._asked = False
+        self._stopped = False
         self._seen: float | None = None  # when the failure of another rank was first seen
         os.environ["RANK"] = str(rank)
 
@@ -61,8 +61,8 @@ class EarlyReporter:
         self._seen = self._seen or time.monotonic()
         if cause.get("told") and time.monotonic() - self._seen < _ALIKE:
             return False
-        if not self._asked and cause["rank"] != self._rank:
-            self._asked = True
+        if not self._stopped and cause["rank"] != self._rank:
+            self._stopped = True
             with suppress(OSError):
                 os.kill(self._pid, signal.SIGTERM)
         return True
@@ -76,7 +76,7 @@ class EarlyReporter:
         cause = {"rank": found.ranks[0], "error": error, "code": 1, "by": self._rank}
         if not self._board.record_cause(cause) and self._board.cause():
             return  # another one failed first
-        record_exit(1, spoke=False, error=error, by_watch=True)
+        record_exit(1, by_rank=False, error=error, by_watch=True)
         lines = [f"  {row}{'  <-' if rank in found.ranks else ''}" for rank, row in sorted(rows.items())]
         lines = [*(lines if len(rows) > 1 else []), *([] if is_launched() else [f"error: {error}"])]
         if lines:
@@ -90,7 +90,7 @@ class EarlyReporter:
         """
         cause = self._board.cause() or {}
         code = cause.get("code", 1)
-        record_exit(code, spoke=False)
+        record_exit(code, by_rank=False)
         if self._rank == 0 and cause.get("told") and code == ExitCode.USAGE:
             print(f"error: rank {cause['rank']} failed first: {cause['error']}", file=sys.stderr, flush=True)
 
@@ -110,7 +110,7 @@ class LazyReporter:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
-        self._told: RunFolderReporter | None = None
+        self._loaded: RunFolderReporter | None = None
 
     def any_failed(self) -> bool:
         """True if the file of the first failure exists. False if the disk hangs."""
@@ -133,12 +133,12 @@ class LazyReporter:
         within(3.0, lambda: self._reporter().report_end(why))
 
     def _reporter(self) -> RunFolderReporter:
-        if self._told is None:
+        if self._loaded is None:
             sys.path[1:] = self._settings["path"]
             from ddpforge.watchdog.reporter import reporter_for
 
-            self._told = reporter_for(self._settings, self._settings["rank"], self._settings["size"])
-        return self._told
+            self._loaded = reporter_for(self._settings, self._settings["rank"], self._settings["size"])
+        return self._loaded
 
 
 def main(settings: Mapping[str, Any]) -> None:
@@ -149,17 +149,17 @@ def main(settings: Mapping[str, Any]) -> None:
     board = StatusBoard(
         settings["logs"], settings["attempt"], settings["store"], seldom=min(10.0, limits.hang_timeout / 4)
     )
-    teller = LazyReporter(settings) if settings["folder"] else EarlyReporter(board, settings["rank"], settings["pid"])
-    sentry = Monitor(settings["rank"], settings["size"], process, board, teller, limits)
+    reporter = LazyReporter(settings) if settings["folder"] else EarlyReporter(board, settings["rank"], settings["pid"])
+    monitor = Monitor(settings["rank"], settings["size"], process, board, reporter, limits)
     contention = Contention(settings["pid"]) if settings["batch"] else None
     while not process.ended(limits.poll_interval):
         if contention:
             contention.look()
-        if sentry.poll():
+        if monitor.poll():
             break
     else:
-        sentry.died()
-    teller.leave()
+        monitor.died()
+    reporter.leave()
 
 
 if __name__ == "__main__":

@@ -108,13 +108,13 @@ class Monitor:
         size: int,
         process: MonitoredProcess,
         board: StatusBoardLike,
-        teller: Reporter,
+        reporter: Reporter,
         limits: Limits,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._rank, self._size, self._process, self._board, self._teller = rank, size, process, board, teller
+        self._rank, self._size, self._process, self._board, self._reporter = rank, size, process, board, reporter
         self._limits, self._clock, self._sleep = limits, clock, sleep
         self._host = os.uname().nodename
         self._place, self._since, self._looked = process.place(), clock(), clock()
@@ -137,13 +137,13 @@ class Monitor:
 
     def died(self) -> None:
         """Reports the end of the rank's process if the rank could not report it; called after that end."""
-        if not self._process.place().left and not self._teller.any_failed():
+        if not self._process.place().left and not self._reporter.any_failed():
             stacks = self._process.last_stacks()
-            self._teller.keep_stacks(stacks)
+            self._reporter.keep_stacks(stacks)
             row = self._row(at=self._process.line(stacks) if stacks else "")
             at = f" at {row.at}" if row.at else ""
             sentence = f"{self._process.death()} in {row.location()}{at} (process {row.pid} on {row.host})"
-            self._teller.report_hang(Culprit([self._rank], sentence), {self._rank: row})
+            self._reporter.report_hang(Culprit([self._rank], sentence), {self._rank: row})
 
     # -- one look
     def _row(self, *, at: str = "", frozen: bool | None = None, answers: bool = False) -> RankStatus:
@@ -194,7 +194,7 @@ class Monitor:
 
     def _outlives_another(self) -> bool:
         """Kills the rank if it has not ended in time after the failure of another rank. True if it was killed."""
-        if self._failed is None and self._teller.any_failed():
+        if self._failed is None and self._reporter.any_failed():
             self._failed = self._clock()
         if self._failed is None or self._process.place().left:
             return False
@@ -202,8 +202,8 @@ class Monitor:
         if not frozen and self._clock() - self._failed < self._limits.grace:
             return False
         stacks = self._process.stacks()
-        self._teller.keep_stacks(stacks)
-        self._teller.report_end(str(self._row(at=self._process.line(stacks), frozen=frozen)))
+        self._reporter.keep_stacks(stacks)
+        self._reporter.report_end(str(self._row(at=self._process.line(stacks), frozen=frozen)))
         self._process.end()
         return True
 
@@ -214,7 +214,7 @@ class Monitor:
         left, frozen = self._process.place().left, self._process.frozen()
         mine = self._row(frozen=frozen, answers=True)
         stacks = "" if left else self._process.stacks()
-        self._teller.keep_stacks(stacks)
+        self._reporter.keep_stacks(stacks)
         if self._process.place()[:3] == (NAMES.index(mine.phase), mine.step, mine.beats):
             mine = mine._replace(at=self._process.line(stacks))  # after a new heartbeat the line would not fit the row
         self._board.publish(mine)
@@ -222,12 +222,12 @@ class Monitor:
         found = find_culprit(rows, self._size)
         if self._board.cut_off:
             self._sleep(3.0)  # watchdogs that still reach the store have more rows: they report first
-        self._teller.report_hang(found, rows)
+        self._reporter.report_hang(found, rows)
         if left:
             return
         # The rank at fault is killed last, so that no rank reports the end of another rank as the cause.
         self._sleep(0.5 if self._rank in found.ranks else 0.0)
-        self._teller.report_end(str(mine))
+        self._reporter.report_end(str(mine))
         self._process.end()
 
     def _gather(self, mine: RankStatus) -> dict[int, RankStatus]:

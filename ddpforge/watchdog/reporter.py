@@ -56,7 +56,7 @@ class RunFolderReporter:
     def report_end(self, why: str) -> None:
         """Records the exit code for the launcher, and the reason `why` in the rank's log file."""
         code = next((report.exit_code for report in self._failures.recorded().values() if not report.symptom), 1)
-        record_exit(code, spoke=False)
+        record_exit(code, by_rank=False)
         with suppress(OSError), disk.open_plain(self._folder.logs / f"rank-{self._failures.rank}.log", "ab") as file:
             file.write(f"ended because a rank has failed: {why}\n".encode())
 

@@ -41,8 +41,8 @@ class StatusBoard:
         self, logs: str, attempt: str, store: str, seldom: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
-        self._talk: Any = None
-        self._asks_again = clock()  # time of the next try after the store did not answer
+        self._connection: Any = None
+        self._next_try = clock()  # time of the next try after the store did not answer
         self._written = clock()
         self._reached: float | None = None
         self._shown: tuple[int, int] | None = None
@@ -62,7 +62,7 @@ class StatusBoard:
 
     def publish(self, row: RankStatus) -> None:
         """Publishes a rank's row: to the store always; to a file now and then, or if the rank makes no progress."""
-        self._ask(row=row._asdict())
+        self._request(row=row._asdict())
         now, new = self._clock(), (row.step, row.beats) != self._shown
         if row.answers or (new and (row.seconds > 1 or now - self._written > self._seldom)):
             self._shown, self._written = (row.step, row.beats), now
@@ -71,7 +71,7 @@ class StatusBoard:
     def call(self) -> None:
         """Calls all watchdogs to publish the status of their ranks."""
         self._alarm = True
-        self._ask(alarm=True)
+        self._request(alarm=True)
         self._on_disk(lambda: open(self._path("failure-alarm"), "a").close())
 
     def called(self) -> bool:
@@ -81,8 +81,8 @@ class StatusBoard:
     def rows(self) -> dict[int, RankStatus]:
         """Returns the newest row of every rank that has published one."""
         found: dict[int, RankStatus] = {}
-        asked = self._ask(ask=True) or {}
-        for row in [*asked.get("rows", ()), *(self._on_disk(self._files) or ())]:
+        answer = self._request(ask=True) or {}
+        for row in [*answer.get("rows", ()), *(self._on_disk(self._files) or ())]:
             try:
                 one = RankStatus.read(row).as_of(time.time())
             except (TypeError, ValueError):
@@ -94,19 +94,19 @@ class StatusBoard:
 
     def record_cause(self, cause: Mapping[str, Any]) -> bool:
         """Publishes the first failure. False if another was published before, or if this one could not be."""
-        self._ask(cause=cause)
+        self._request(cause=cause)
         if not self._store:
-            self._on_disk(lambda: self._leave_word(cause))
+            self._on_disk(lambda: self._write_cause(cause))
         return bool(self.cause() == cause)
 
     def cause(self) -> Any:
-        """Returns the first failure that any rank has published with `tell`; None if there is none yet."""
+        """Returns the first failure that any rank has published with `record_cause`; None if there is none yet."""
         if self._cause is None and not self._store:
             self._cause = self._on_disk(lambda: json.loads(Path(self._path(_FIRST)).read_bytes()))
         return self._cause
 
     # -- files
-    def _leave_word(self, cause: Mapping[str, Any]) -> None:
+    def _write_cause(self, cause: Mapping[str, Any]) -> None:
         part = self._path(f"{_FIRST}-{os.getpid()}")
         with open(part, "w") as file:
             json.dump(cause, file)
@@ -160,19 +160,19 @@ class StatusBoard:
         return {**row._asdict(), **flags}
 
     # -- the store
-    def _ask(self, **question: Any) -> Any:
-        if not self._store or self._clock() < self._asks_again:
+    def _request(self, **question: Any) -> Any:
+        if not self._store or self._clock() < self._next_try:
             return None
         try:
-            if self._talk is None:
+            if self._connection is None:
                 host, _, port = self._store.rpartition(":")
                 connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT)
-                self._talk = connection.makefile("rwb")
-            self._talk.write(json.dumps({"attempt": self._attempt, **question}).encode() + b"\n")
-            self._talk.flush()
-            answer = json.loads(self._talk.readline())
+                self._connection = connection.makefile("rwb")
+            self._connection.write(json.dumps({"attempt": self._attempt, **question}).encode() + b"\n")
+            self._connection.flush()
+            answer = json.loads(self._connection.readline())
         except (OSError, ValueError):
-            self._talk, self._asks_again = None, self._clock() + _AGAIN
+            self._connection, self._next_try = None, self._clock() + _AGAIN
             return None
         self._reached = self._clock()
         self._alarm = self._alarm or bool(answer.get("alarm"))

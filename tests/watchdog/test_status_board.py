@@ -124,7 +124,7 @@ def test_cut_off_counts_the_seconds_without_the_store(tmp_path: Path) -> None:
         board = StatusBoard(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
         board.publish(row(0))
         assert board.cut_off == 0.0
-        board._talk.close()
+        board._connection.close()
     later = StatusBoard(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
     clock.now += 7
     for one in (board, later):
