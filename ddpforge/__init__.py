@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ddpforge.app.api import predict as predict
     from ddpforge.app.evaluate import Evaluation as Evaluation
     from ddpforge.app.evaluate import Prediction as Prediction
+    from ddpforge.app.objects import train as train
     from ddpforge.app.run import Outcome as Outcome
     from ddpforge.app.run import run as run
-    from ddpforge.app.run import train as train
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
 
@@ -24,7 +24,8 @@ __version__ = "0.5.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
     **dict.fromkeys(("Evaluation", "Prediction"), "ddpforge.app.evaluate"),
-    **dict.fromkeys(("Outcome", "run", "train"), "ddpforge.app.run"),
+    **dict.fromkeys(("Outcome", "run"), "ddpforge.app.run"),
+    "train": "ddpforge.app.objects",
     **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
 }
 __all__ = [

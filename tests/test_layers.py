@@ -27,7 +27,7 @@ LAYERS = [
     {"interop", "tools", "tools.doctor", "tools.parity"},
     {"api"},
     {"app.api"},
-    {"app.evaluate", "app.generation"},
+    {"app.evaluate", "app.generation", "app.objects"},
     {"app.run"},
     {"app.attempt"},
     {"app.memory_check"},
@@ -127,6 +127,7 @@ TOLERATED = {
     ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.recipe"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.app.evaluate"): "public names of the package, imported when they are used",
+    ("ddpforge", "ddpforge.app.objects"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.app.run"): "public names of the package, imported when they are used",
     (
         "ddpforge.interfaces.strategy",

@@ -8,8 +8,8 @@ from test_layers import MODULES, graph
 RINGS = {
     "tools": r"tools|testing|interop|pytest_options|app\.generation",
     "launch": r"launchers|watchdog",
-    "guard": r"guard|strategies\.(parameter_guard|optimizer_probe)|app\.memory_check",
-    "features": r"features|data\.(mixture|sources|streams|token_limit|shard_reader)|runs\.(mirror|media)",
+    "guard": r"guard|strategies\.(parameter_guard|optimizer_probe)",
+    "features": r"features|data\.(mixture|sources|streams|token_limit|shard_reader)",
     "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)"
     r"|app\.(api|evaluate|objects|prediction_tables)|__main__|fast_import",
     "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
@@ -17,20 +17,14 @@ RINGS = {
 # Arrows out of the kernel, each with its reason.
 ALLOWED: dict[tuple[str, str], str] = {
     ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
+    ("ddpforge", "ddpforge.app.objects"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.app.evaluate"): "public names of the package, imported when they are used",
 }
 # Arrows that a hook must still turn round. Only shrinks.
 LEFT = {
-    ("app.attempt", "app.memory_check"),
-    ("app.attempt", "features.profiling"),
-    ("app.attempt", "runs.media"),
-    ("app.attempt", "runs.mirror"),
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
-    ("app.run", "app.memory_check"),
-    ("app.run", "app.objects"),
-    ("app.run", "runs.mirror"),
     ("data.batch_assignment", "data.token_limit"),
     ("data.fetching", "data.shard_reader"),
     ("data.fetching", "data.sources"),
@@ -58,16 +52,16 @@ BESIDE = {
     r"interop": (r"checkpoint|runs\.checkpoints|builtin", "converts checkpoints, byte by byte"),
     r"tools\.reports": (r"runs", "shows all that a run's folder holds"),
     r"tools\.(simulation|trials)": (
-        r"training|strategies|data|ranks",
+        r"training|features|strategies|data|ranks",
         "takes the steps of a run with other devices, batches or rates",
     ),
     r"testing": (
-        r"training|data|checkpoint|ranks|builtin|strategies\.pipeline",
+        r"training|features|data|checkpoint|ranks|builtin|strategies\.pipeline",
         "tests a component as each part of a run uses it",
     ),
     r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
 }
-LINES = 20_000  # of the kernel: it is read in a day
+LINES = 20_600  # of the kernel: it is read in a day
 
 
 def ring(module: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,10 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from ddpforge.app.memory_check import MemoryBudget, MemoryCheck, is_enabled, with_oom_advice
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
-from ddpforge.features.profiling import Profile
 from ddpforge.interfaces import RankWatch, RunAttempt, Tracker, World
 from ddpforge.local_world import is_launched
 from ddpforge.ranks import heartbeat, process_exit
@@ -32,19 +30,18 @@ from ddpforge.ranks.run_limits import NoLimits, RunLimits
 from ddpforge.ranks.signals import NoData, training_begins
 from ddpforge.ranks.writers import WriterGroup, on_rank_zero
 from ddpforge.recipe import Recipe
-from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.runs.changes import reject_finished
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
 from ddpforge.runs.media import MediaFiles
 from ddpforge.runs.metrics import JSONLTracker
-from ddpforge.runs.mirror import Mirror
+from ddpforge.runs.observers import Around, RunObserver
 from ddpforge.runs.resume import OpenedRun, warn_restart
 from ddpforge.secret_redaction import redacted
 from ddpforge.training.assemble import assemble, cleanup
 from ddpforge.training.callbacks import check_no_state
 from ddpforge.training.checks import check_together
-from ddpforge.training.contract import ParameterCount, contract_of
-from ddpforge.training.loop import Around, Trainer
+from ddpforge.training.contract import contract_of
+from ddpforge.training.loop import Trainer
 from ddpforge.training.oom import explain_oom, state_bytes
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
@@ -108,10 +105,8 @@ class Attempt:
         build: Callable[[], tuple[Dealt, Mapping[str, Any]]],
         claims: ExitStack,
         allow_change: Sequence[str],
-        room: MemoryBudget,
-        mirror: Mirror | None = None,
+        observers: Sequence[RunObserver] = (),
         max_time: str | None = None,
-        window: StepWindow | None = None,
     ) -> None:
         """Stores the parts of an attempt; nothing starts before `run`.
 
@@ -119,16 +114,15 @@ class Attempt:
             build: builds data and model, or returns them if they are built already.
             claims: holds the lock on the run's folder. `run` takes it over.
             allow_change: recipe keys, or "run", that may differ from the run that is resumed.
-            mirror: on rank 0, the copy of the run's folder to maintain. `run` ends it.
-            window: the steps to profile.
+            observers: what watches, copies or measures the run.
         """
         self.folder, self.opened = folder, opened
         self._chosen, self.recipe, self.snapshot = chosen, chosen.recipe, snapshot
         self.world, self._peers, self._claims = world, peers, claims
         self._build, self._allow_change = build, allow_change
-        self._mirror, self._room = mirror, room
+        self._observers = observers
         self._record = JSONLTracker()
-        self.tracker = trackers_of(chosen, mirror, self._record) if world.is_rank_zero else Tracker()
+        self.tracker = trackers_of(chosen, observers, self._record) if world.is_rank_zero else Tracker()
         self.trainer: Trainer | None = None
         self._halt = RunLimits(folder.path, max_time) if world.is_rank_zero else NoLimits()
         self._state: State = "failed"
@@ -136,7 +130,6 @@ class Attempt:
         self._failures = Failures(folder.logs, opened.token, world.global_ranks.rank, world.global_ranks.size)
         self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
-        self._window = window
 
     def run(self) -> Outcome:
         """Trains; records a failure in the run's folder, reports it to the other ranks, and raises it."""
@@ -148,8 +141,8 @@ class Attempt:
         with self._claims.pop_all() as life:
             life.enter_context(self._watch)
             signals = life.enter_context(ExitStack())
-            if self._mirror:
-                life.enter_context(self._mirror)
+            for observer in self._observers:
+                life.push(partial(_end, observer))
             life.push(self._raise_cause)
             life.push(self._part)
             life.push(cleanup(self._finish_trackers))
@@ -193,8 +186,8 @@ class Attempt:
         if checkpoint:
             trainer.restore(checkpoint)
             self._reject_nothing_to_do(trainer)
-        if self._window:
-            self._window.reject_after(trainer.plan.horizon.total)
+        for observer in self._observers:
+            observer.check(trainer.plan.horizon.total)
         check_no_state(trainer.callbacks)
         if checkpoint is None:
             trainer.try_evaluation()
@@ -203,7 +196,8 @@ class Attempt:
         if self.world.is_rank_zero:
             self._follow_rows(trainer, checkpoint)
         self._begun = True
-        return trainer, list(self._around(parts.size))
+        around = [observer.around(parts.size.all) for observer in self._observers]
+        return trainer, [one for one in around if one is not None]
 
     def _reject_another_run(self, checkpoint: CheckpointReader, prints: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the checkpoint is of another run, UsageError if the data changed since then."""
@@ -231,12 +225,6 @@ class Attempt:
                 *(self.folder.metrics, record.rows, trainer.progress.step, before),
             )
 
-    def _around(self, size: ParameterCount) -> Iterator[Around]:
-        if self._window:
-            yield Profile(self._window, self.folder.path / "profile", self.world)
-        if is_enabled(self.recipe, size):
-            yield MemoryCheck(self.folder, self.world, self.recipe)
-
     def _reject_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError if the run is already past `train.length`, or finished with a different recipe."""
         step = trainer.progress.step
@@ -257,8 +245,8 @@ class Attempt:
         """Records the start of the attempt and starts the trackers. Returns the origin to store in checkpoints."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
-        if self._mirror:
-            self._mirror.begin()
+        for observer in self._observers:
+            observer.on_begin()
         facts = {
             "attempt": attempt,
             "strategy": strategy,
@@ -335,7 +323,8 @@ class Attempt:
         speaks = False
         if isinstance(error, OutOfMemory):  # the plan takes a while, and the other ranks must not wait for it
             speaks = self._write_failure("failed", report)
-            error = with_oom_advice(error, self.folder, self.world, self.recipe, self._room)
+            for observer in self._observers:
+                error = observer.explain(error)
             report = self._failures.record(error, exit_code_of(error))
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
@@ -436,6 +425,10 @@ def where() -> tuple[str, int]:
     return heartbeat.NAMES[place.phase], place.step
 
 
+def _end(observer: RunObserver, _: object, error: BaseException | None, __: object) -> None:
+    observer.on_end(error)
+
+
 def length_of(data: Any) -> int | None:
     """Returns the number of samples; None for a stream."""
     return len(data) if hasattr(data, "__len__") else None
@@ -452,11 +445,12 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Write
     )
 
 
-def trackers_of(parts: Chosen, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
-    """Returns metrics.jsonl, console, mirror and the recipe's trackers as one tracker."""
+def trackers_of(parts: Chosen, observers: Sequence[RunObserver], record: JSONLTracker) -> Tracker:
+    """Returns metrics.jsonl, console, the trackers of observers and of the recipe as one tracker."""
     ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
     ours["console"].where = where
     ours["shown"] = MediaFiles()
-    if mirror:
-        ours["mirror"] = mirror
+    for observer in observers:
+        if (tracker := observer.tracker()) is not None:
+            ours[type(observer).__name__] = tracker
     return TrackerGroup(ours | dict(parts.trackers))

@@ -12,16 +12,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
+from ddpforge.app.run import Outcome, RunOptions, run_loaded
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import OBJECT, Registry
 from ddpforge.errors import SetupError, UsageError
+from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.recipe.toml import Table
 from ddpforge.runs.folder import RunFolder
 
-__all__ = ["GivenObjects", "Objects", "name_of"]
+__all__ = ["GivenObjects", "Objects", "name_of", "train"]
 
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _RECORDED = (bool, int, float, str)
@@ -397,3 +399,33 @@ def _check_model(model: Any) -> None:
 def _described(value: Any) -> str:
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
+    *,
+    sets: Sequence[str] = (),
+    out: str | Path | None = None,
+    fresh: bool = False,
+    allow_change: Sequence[str] = (),
+    max_time: str | None = None,
+    profile: str | None = None,
+    **objects: Unpack[Objects],
+) -> Outcome:
+    """Trains a recipe whose components may be objects of Python. Call it on every rank, with equal objects.
+
+        ddpforge.train("recipe.toml", model=Net(), train_data=data, callbacks=[Mine()])
+
+    An object replaces the component of the recipe: `model`, `task`, `train_data`, `eval_data` (a dataset, or a dict of
+    several by name), `sampler`, `optimizer` (a function of the parameters), `schedule` (a function of the step),
+    `strategy`, and a list of `callbacks`. Each may be an instance, or a class or function that returns one; then the
+    recipe may set its options. The recipe in the run's folder has the names of the objects. To resume, evaluate or load
+    the run, give objects of the same classes.
+
+    For the other arguments and errors see `run`. Raises UsageError for an object that cannot be used.
+    """
+    given = GivenObjects.of(objects)
+    registry = given.registry()
+    loaded = load_recipe(recipe, sets=sets, registry=registry, objects=given.tables)
+    with loaded.locating(), given.training(RunFolder.of(loaded.recipe, out), fresh=fresh):
+        return run_loaded(loaded, registry, RunOptions(out, fresh, allow_change, max_time, profile, given.sources()))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ddpforge.app.attempt import Attempt, Outcome
 from ddpforge.app.build import build_alike, check_chosen
 from ddpforge.app.choose import choose
-from ddpforge.app.memory_check import MemoryBudget
-from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
 from ddpforge.interfaces import World
@@ -31,13 +30,31 @@ from ddpforge.recipe.load import reject_text
 from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
-from ddpforge.runs.mirror import Mirror
+from ddpforge.runs.observers import ObservedRun, RunObserver, observers_of
 from ddpforge.runs.resume import open_folder
 from ddpforge.training.checks import check_together
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen
 
-__all__ = ["Outcome", "join", "peers_of", "run", "train"]
+__all__ = ["Outcome", "RunOptions", "join", "peers_of", "run", "run_loaded"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run besides its recipe, see `run`; `sources` is the code of objects of Python, for its folder."""
+
+    out: str | Path | None = None
+    fresh: bool = False
+    allow_change: Sequence[str] = ()
+    max_time: str | None = None
+    profile: str | None = None
+    sources: Mapping[str, bytes] = field(default_factory=dict)
+
+    def check(self) -> StepWindow | None:
+        """Returns the steps to profile. Raises UsageError for an option of another form."""
+        reject_text("allow_change", self.allow_change)
+        seconds_of(self.max_time)
+        return StepWindow.parse(self.profile) if self.profile else None
 
 
 def run(
@@ -66,60 +83,18 @@ def run(
     """
     loaded = load_recipe(recipe, sets=sets)
     with loaded.locating():
-        return _run(loaded, Registry.installed(), out, fresh, allow_change, max_time, profile)
-
-
-def train(
-    recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
-    *,
-    sets: Sequence[str] = (),
-    out: str | Path | None = None,
-    fresh: bool = False,
-    allow_change: Sequence[str] = (),
-    max_time: str | None = None,
-    profile: str | None = None,
-    **objects: Unpack[Objects],
-) -> Outcome:
-    """Trains a recipe whose components may be objects of Python. Call it on every rank, with equal objects.
-
-        ddpforge.train("recipe.toml", model=Net(), train_data=data, callbacks=[Mine()])
-
-    An object replaces the component of the recipe: `model`, `task`, `train_data`, `eval_data` (a dataset, or a dict of
-    several by name), `sampler`, `optimizer` (a function of the parameters), `schedule` (a function of the step),
-    `strategy`, and a list of `callbacks`. Each may be an instance, or a class or function that returns one; then the
-    recipe may set its options. The recipe in the run's folder has the names of the objects. To resume, evaluate or load
-    the run, give objects of the same classes.
-
-    For the other arguments and errors see `run`. Raises UsageError for an object that cannot be used.
-    """
-    given = GivenObjects.of(objects)
-    registry = given.registry()
-    loaded = load_recipe(recipe, sets=sets, registry=registry, objects=given.tables)
-    with loaded.locating(), given.training(RunFolder.of(loaded.recipe, out), fresh=fresh):
-        return _run(loaded, registry, out, fresh, allow_change, max_time, profile, given.sources())
+        return run_loaded(loaded, Registry.installed(), RunOptions(out, fresh, allow_change, max_time, profile))
 
 
 @process_exit.forbid_sys_exit()
 @restored_backend_flags()
-def _run(
-    loaded: LoadedRecipe,
-    registry: Registry,
-    out: str | Path | None,
-    fresh: bool,
-    allow_change: Sequence[str],
-    max_time: str | None,
-    profile: str | None,
-    sources: Mapping[str, bytes] = {},
-) -> Outcome:
-    """Trains a loaded recipe, see `run`; `sources` is the code of objects of Python, for the run's folder."""
+def run_loaded(loaded: LoadedRecipe, registry: Registry, options: RunOptions) -> Outcome:
+    """Trains a loaded recipe, see `run`."""
     environment().export_variables()
-    reject_text("allow_change", allow_change)
-    seconds_of(max_time)  # raises UsageError
-    window = StepWindow.parse(profile) if profile else None
-    fresh = fresh and not environment().is_restart()  # restarted ranks resume the run that they began as a fresh one
-    room = MemoryBudget()
-
-    folder, problems = RunFolder.of(loaded.recipe, out), Problems(loaded)
+    window = options.check()
+    # Restarted ranks resume the run that they began as a fresh one.
+    fresh = options.fresh and not environment().is_restart()
+    folder, problems = RunFolder.of(loaded.recipe, options.out), Problems(loaded)
     resumes = not fresh and any(folder.checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=world_size(), resumes=resumes)
     check_chosen(chosen, problems)
@@ -129,21 +104,22 @@ def _run(
         _leave_if_asked(stop, world, peers)
         check_together("folder", folder.path.parent, peers.ranks)
         fresh = all(peers.ranks.all_gather_object(fresh))  # on a machine that joins later, `is_restart` is False
-        mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_rank_zero else None
-        on_rank_zero(world.global_ranks, lambda: mirror.fetch(fresh=fresh) if mirror else None)
+        observers = observers_of(ObservedRun(folder=folder, recipe=chosen.recipe, world=world, window=window))
+        on_rank_zero(world.global_ranks, partial(_before_open, observers, fresh=fresh))
 
         is_new = fresh or not folder.exists()
         build = partial(build_alike, chosen, world, peers, problems, samples=is_new)
         built = build() if is_new else None  # before the folder: a new run that cannot be built leaves none
         taken = snapshot(chosen.loaded)
-        taken["local_files"].update(sources)
+        taken["local_files"].update(options.sources)
         opened = on_rank_zero(
-            world.global_ranks, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
+            world.global_ranks,
+            lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=options.allow_change),
         )
         environment().on_begin()
         if opened.result:
-            if mirror:
-                mirror.complete()
+            for observer in observers if world.is_rank_zero else ():
+                observer.on_finished()
             return Outcome(folder.path, opened.result, world.is_rank_zero)
         return Attempt(
             folder,
@@ -154,12 +130,15 @@ def _run(
             peers,
             build=lambda: built or build(),
             claims=claims,
-            allow_change=allow_change,
-            room=room,
-            mirror=mirror,
-            max_time=max_time,
-            window=window,
+            allow_change=options.allow_change,
+            observers=observers,
+            max_time=options.max_time,
         ).run()
+
+
+def _before_open(observers: Sequence[RunObserver], *, fresh: bool) -> None:
+    for observer in observers:
+        observer.before_open(fresh=fresh)
 
 
 def join(chosen: Chosen) -> World:

@@ -1,4 +1,4 @@
-"""ddpforge's own features, in the order in which they rework a model, add callbacks and are called."""
+"""ddpforge's own features and observers, in the order in which they are called."""
 
 from ddpforge.features.alternating_updates import SeveralUpdates
 from ddpforge.features.auxiliary import AuxiliaryModules
@@ -8,7 +8,9 @@ from ddpforge.features.channels_last import ChannelsLast
 from ddpforge.features.float8 import Float8
 from ddpforge.features.frozen_dtype import FrozenWeightDtype
 from ddpforge.features.frozen_weights import FrozenWeights
+from ddpforge.features.mirror import MirroredRun
 from ddpforge.features.multi_pass import MultiPass
+from ddpforge.features.profiling import ProfiledRun
 from ddpforge.features.restored_buffers import RestoredBuffers
 from ddpforge.features.source_losses import SourceEpochs, SourceLosses
 from ddpforge.features.stream_print import StreamPrint
@@ -30,3 +32,4 @@ FEATURES = [
     MultiPass,
     SeveralUpdates,
 ]
+OBSERVERS = [ProfiledRun, MirroredRun]

@@ -9,18 +9,40 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch.profiler import ProfilerActivity, profile, record_function
+from typing_extensions import override
 
 from ddpforge import disk
 from ddpforge.interfaces import World, device_kind
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.run_plan import StepWindow
+from ddpforge.runs.observers import ObservedRun, RunObserver
 
-__all__ = ["Profile"]
+__all__ = ["Profile", "ProfiledRun"]
 
 log = logging.getLogger("ddpforge")
 
 _MOST = 15  # operators in the table, at most
 _SPAN = "phase: "  # prefix of phases in the trace
+
+
+class ProfiledRun(RunObserver):
+    """Profile of the steps of `--profile`."""
+
+    def __init__(self, run: ObservedRun, window: StepWindow) -> None:
+        self._run, self._window = run, window
+
+    @classmethod
+    @override
+    def of(cls, run: ObservedRun) -> Self | None:
+        return cls(run, run.window) if run.window else None
+
+    @override
+    def check(self, total: int | None) -> None:
+        self._window.reject_after(total)
+
+    @override
+    def around(self, parameters: int) -> Profile:
+        return Profile(self._window, self._run.folder.path / "profile", self._run.world)
 
 
 class Profile:

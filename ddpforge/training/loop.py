@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from numbers import Real
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ddpforge.ranks import heartbeat
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
+from ddpforge.runs.observers import Around
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 from ddpforge.training.buffers import unchanged
 from ddpforge.training.cadence import Alarm, Cadence
@@ -46,27 +47,13 @@ from ddpforge.training.rows import RowBuilder
 from ddpforge.training.step import Stepper
 from ddpforge.training.updates import batches_per_step, reported_metrics, tasks_by_update, update_schedule
 
-__all__ = ["Around", "Trainer"]
+__all__ = ["Trainer"]
 
 log = logging.getLogger("ddpforge")
 
 _MOST_ROLLBACKS = 10
 _FACTOR = "callbacks/lr_factor"
 _WISHES = "?wishes"  # of callbacks, on this rank
-
-
-class Around(Protocol):
-    """Context around training that receives the number of every step, e.g. to profile some steps."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-    def before(self, step: int) -> None:
-        """Prepares for the next step, `step`."""
-
-    def close(self, step: int) -> None:
-        """Finishes: no step follows; the next one would have been `step`."""
 
 
 class Trainer:

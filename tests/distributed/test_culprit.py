@@ -87,7 +87,7 @@ class Fault(Callback):
         os.abort()
 
     def full(self):
-        from ddpforge.app import memory_check
+        from ddpforge.guard import memory_check
 
         def plan(recipe, ranks, budget):
             told = recipe.parent / "logs/failure-rank-1.json"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 import torch
 from pydantic import ByteSize
+from typing_extensions import override
 
 from ddpforge import disk
 from ddpforge.errors import OutOfMemory
@@ -26,12 +27,12 @@ from ddpforge.local_world import local_world_size
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.schema import Recipe
 from ddpforge.runs.folder import RunFolder
-from ddpforge.training.contract import ParameterCount
+from ddpforge.runs.observers import ObservedRun, RunObserver
 
 if TYPE_CHECKING:
     from ddpforge.features.memory_tracker import MemoryTracker
 
-__all__ = ["MemoryBudget", "MemoryCheck", "is_enabled", "with_oom_advice"]
+__all__ = ["MemoryBudget", "MemoryCheck", "MemoryObserver", "is_enabled", "with_oom_advice"]
 
 log = logging.getLogger("ddpforge")
 
@@ -46,11 +47,32 @@ _FRAGMENTS = 0.1  # share of allocated memory that the CUDA caching allocator lo
 _LAUNCHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|GROUP|ROLE|TORCHELASTIC|ACCELERATE)_.*")
 
 
-def is_enabled(recipe: Recipe, size: ParameterCount) -> bool:
+def is_enabled(recipe: Recipe, parameters: int) -> bool:
     """True if the run's memory is compared with its plan; the same on every rank."""
     if recipe.train.compile != "off":  # compiled steps need a different amount of memory
         return False
-    return recipe.track.memory_check == "on" or (recipe.track.memory_check == "auto" and size.all >= _SMALL)
+    return recipe.track.memory_check == "on" or (recipe.track.memory_check == "auto" and parameters >= _SMALL)
+
+
+class MemoryObserver(RunObserver):
+    """Memory of a step next to its plan, and settings that fit if memory is full."""
+
+    def __init__(self, run: ObservedRun) -> None:
+        self._run, self._budget = run, MemoryBudget()
+
+    @classmethod
+    @override
+    def of(cls, run: ObservedRun) -> Self:
+        return cls(run)
+
+    @override
+    def around(self, parameters: int) -> MemoryCheck | None:
+        run = self._run
+        return MemoryCheck(run.folder, run.world, run.recipe) if is_enabled(run.recipe, parameters) else None
+
+    @override
+    def explain(self, error: BaseException) -> BaseException:
+        return with_oom_advice(error, self._run.folder, self._run.world, self._run.recipe, self._budget)
 
 
 class MemoryCheck:

@@ -13,19 +13,22 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from typing_extensions import override
 
 from ddpforge import disk
 from ddpforge.checkpoint.schema import COMMIT, FOLDER
 from ddpforge.errors import CheckpointError, ForgeError, SetupError, UsageError, pip_install
 from ddpforge.interfaces import Tracker
 from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.observers import ObservedRun, RunObserver
 from ddpforge.secret_redaction import redact
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import CheckpointSection
 
-__all__ = ["Mirror"]
+__all__ = ["Mirror", "MirroredRun"]
 
 log = logging.getLogger("ddpforge")
 
@@ -39,6 +42,39 @@ class _Copied(NamedTuple):
 
     size: int
     changed: int
+
+
+class MirroredRun(RunObserver):
+    """Copy of a run's folder, if `checkpoint.mirror` names a place."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    @classmethod
+    @override
+    def of(cls, run: ObservedRun) -> Self | None:
+        mirror = Mirror.of(run.folder, run.recipe.checkpoint) if run.world.is_rank_zero else None
+        return cls(mirror) if mirror else None
+
+    @override
+    def before_open(self, *, fresh: bool) -> None:
+        self._mirror.fetch(fresh=fresh)
+
+    @override
+    def on_finished(self) -> None:
+        self._mirror.complete()
+
+    @override
+    def tracker(self) -> Tracker:
+        return self._mirror
+
+    @override
+    def on_begin(self) -> None:
+        self._mirror.begin()
+
+    @override
+    def on_end(self, error: BaseException | None) -> None:
+        self._mirror.end(error)
 
 
 class Mirror(Tracker):
@@ -231,10 +267,7 @@ class Mirror(Tracker):
         self._files.rm(there, recursive=True)
 
     # -- at the end
-    def __enter__(self) -> Mirror:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Copies the missing files; raises CheckpointError if that fails, with `must`, and the run did not fail."""
         if self._thread is None:
             return
@@ -249,9 +282,13 @@ class Mirror(Tracker):
             ) from self._error
 
     def complete(self) -> None:
-        """Copies the missing files of a run that ended earlier; raises as `begin` and `__exit__` do."""
-        with self:
+        """Copies the missing files of a run that ended earlier; raises as `begin` and `end` do."""
+        try:
             self.begin()
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
 
     # -- both places
     def _local(self) -> list[str]:

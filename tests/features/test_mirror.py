@@ -17,8 +17,8 @@ from support.forked import in_ranks, refused
 import ddpforge
 from ddpforge.checkpoint.schema import COMMIT
 from ddpforge.errors import CheckpointError, RecipeError, SetupError, UsageError
+from ddpforge.features.mirror import Mirror
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.mirror import Mirror
 
 RECIPE = """
 recipe = 2

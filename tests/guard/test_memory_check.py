@@ -14,8 +14,8 @@ import torch
 from support import SUPPORT
 from support.launched import Ranks
 
-from ddpforge.app.memory_check import MemoryBudget, is_enabled, with_oom_advice
 from ddpforge.errors import OutOfMemory, UsageError
+from ddpforge.guard.memory_check import MemoryBudget, is_enabled, with_oom_advice
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import load_recipe
