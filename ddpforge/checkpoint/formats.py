@@ -30,11 +30,9 @@ def named_format(name: str) -> CheckpointFormat:
     for hook in found("format"):
         if hook.name == name:
             return _made(hook)
-    raise UsageError(f"there is no format `{name}`", hints=[f"known formats: {_listed()}"])
-
-
-def _listed() -> str:
-    return ", ".join(hook.name for hook in found("format"))
+    raise UsageError(
+        f"there is no format `{name}`", hints=[f"known formats: {', '.join(hook.name for hook in found('format'))}"]
+    )
 
 
 def _formats() -> Iterator[CheckpointFormat]:
