@@ -27,14 +27,11 @@ def weights_format(path: Path) -> CheckpointFormat | None:
 
 def named_format(name: str) -> CheckpointFormat:
     """Returns the format of this name; raises UsageError if there is none."""
-    for hook in found("format"):
-        if hook.name == name:
-            return _made(hook)
-    raise UsageError(f"there is no format `{name}`", hints=[f"known formats: {_listed()}"])
-
-
-def _listed() -> str:
-    return ", ".join(hook.name for hook in found("format"))
+    hooks = found("format")
+    if all(hook.name != name for hook in hooks):
+        known = ", ".join(hook.name for hook in hooks)
+        raise UsageError(f"there is no format `{name}`", hints=[f"known formats: {known}"])
+    return _made(next(hook for hook in hooks if hook.name == name))
 
 
 def _formats() -> Iterator[CheckpointFormat]:

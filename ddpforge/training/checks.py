@@ -57,12 +57,11 @@ STAGES = {
 }
 """Stages with the arguments of their checks, in the order of a run."""
 
-Check = Callable[..., Any]
 FirstStepCheck = Callable[["Replica", "Task", "nn.Module", "MicroBatch"], None]
 """Function of the replica, a task, the module with all buffers that a step may change, and the first micro-batch."""
 
 
-def checks_of(stage: str) -> Iterator[tuple[Hook, str, Check]]:
+def checks_of(stage: str) -> Iterator[tuple[Hook, str, Callable[..., Any]]]:
     """Yields the checks of a stage, ddpforge's own first: the entry point, the key of the recipe, the function.
 
     Raises PluginError for an entry point that cannot be loaded, or is no list of pairs for a stage.
@@ -76,13 +75,13 @@ def checks_of(stage: str) -> Iterator[tuple[Hook, str, Check]]:
         if hook.name != stage:
             continue
         pairs = hook.load()
-        if not isinstance(pairs, list | tuple) or not all(map(_is_pair, pairs)):
+        try:
+            found = [(str(key), function) for key, function in pairs]
+        except (TypeError, ValueError):
+            found = [("", None)]
+        if not all(callable(function) for _, function in found):
             raise hook.error("is not a list of pairs: a key of the recipe, and a function")
-        yield from ((hook, key, function) for key, function in pairs)
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
+        yield from ((hook, key, function) for key, function in found)
 
 
 def check(stage: str, subject: object, problems: Problems, *, key: str = "") -> bool:
