@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 
+FORKED_PROGRAMS = "FORKED_PROGRAMS"
+"""Variable for a rank whose own programs (`python -m MODULE`) are forked, too: each saves two seconds of a core."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Exit codes and output of the ranks of one world."""
@@ -242,6 +246,41 @@ class _Forked:
         return code
 
 
+class _ForkedProgram:
+    """`python -m MODULE` in a session of its own, forked by a rank, with the parts of `subprocess.Popen` in use."""
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], stdout: Any, **_: Any) -> None:
+        import runpy
+        import traceback
+
+        if (child := os.fork()) != 0:
+            self.pid = child
+            return
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(stdout.fileno(), number)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv[1:] = command[3:]
+        sys.path[0] = os.getcwd()
+        code: Any = 0
+        try:
+            runpy.run_module(command[2], run_name="__main__")
+        except SystemExit as ending:
+            code = ending.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+    def wait(self) -> int:
+        with suppress(ChildProcessError):
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
 def _wait(children: list[int], timeout: float) -> list[int]:
     """Returns exit codes. Like a launcher, ends the others once one has failed, and all of them at the time limit."""
     import signal
@@ -273,6 +312,9 @@ def _rank(arguments: list[str], cwd: str, env: dict[str, str], output: Path) -> 
     for stream, kind in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / f"{kind}-{env['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    if env.get(FORKED_PROGRAMS):
+        subprocess.Popen = _ForkedProgram  # type: ignore[assignment, misc]
 
     from ddpforge.cli import main
 
