@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 FORKED_PROGRAMS = "FORKED_PROGRAMS"
 """Variable for a rank whose own programs (`python -m MODULE`) are forked, too: each saves two seconds of a core."""
 

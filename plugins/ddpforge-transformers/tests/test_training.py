@@ -169,7 +169,13 @@ def test_invalid_options_are_errors_of_the_recipe(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("model_type", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_proj"])])
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        pytest.param("llama", ["q_proj", "v_proj"], marks=pytest.mark.slow),  # adapters of nn.Linear: test_export.py
+        ("gpt2", ["c_attn", "c_proj"]),
+    ],
+)
 def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     ddpforge: Callable[..., str],
     samples: Path,
