@@ -383,6 +383,7 @@ def test_run_resumes_from_and_to_nvme_offload(bench: Bench, asynchronous_io: Non
     bench.alike("parts", "whole")
 
 
+@pytest.mark.full  # the options of offloading to a disk are checked above
 def test_nvme_offload_of_large_and_frozen_layers(bench: Bench, asynchronous_io: None) -> None:
     options: dict[str, Any] = {"parts": POINTS.format(model="own.py:Large"), "length": "6st"}
     bench("memory", ZERO[3], **options)

@@ -95,7 +95,11 @@ def test_ddp_options_for_memory_and_speed_keep_the_curve(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "tolerance", "alike"),
-    [("fp16", 0.05, 1), pytest.param("bf16", 0.05, 1, marks=pytest.mark.full), ("powersgd", 0.1, 3)],
+    [
+        ("fp16", 0.05, 1),
+        pytest.param("bf16", 0.05, 1, marks=pytest.mark.full),
+        ("powersgd", 0.1, 3),
+    ],
 )
 def test_compressed_gradients_stay_close_to_the_curve(
     bench: Bench, compression: str, tolerance: float, alike: int

@@ -24,7 +24,7 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
     def launch(arguments: Sequence[str], *, nproc: int, output: Any, variables: Any) -> int:
-        ranks = zygote.run(["run", *arguments], nproc=nproc, cwd=tmp_path, timeout=300)
+        ranks = zygote.run(["run", *arguments], nproc=nproc, cwd=tmp_path, timeout=300, watched=False)
         output.write((ranks.stdout + ranks.stderr).encode())
         return max(map(abs, ranks.codes))
 

@@ -53,6 +53,7 @@ def test_global_step_size_is_refused_under_zero(bench: Callable[[str], Bench]) -
     assert "Common does not update each element of a parameter by itself" in failed.stderr
 
 
+@pytest.mark.full  # tests/strategies/test_comm_hooks.py has its state
 def test_powersgd_resumes_bitwise(bench: Callable[[str], Bench]) -> None:
     """Resumes before, at and after the first PowerSGD step; DDP sorts its buckets anew after every start."""
     powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 3\npowersgd_rank = 2\nbucket_cap_mb = 1'

@@ -17,6 +17,9 @@ from typing import Any
 FORKED_PROGRAMS = "FORKED_PROGRAMS"
 """Variable for a rank whose own programs (`python -m MODULE`) are forked, too: each saves two seconds of a core."""
 
+UNWATCHED = "UNWATCHED"
+"""Variable for a rank without watchdogs: two programs, half of the cost of a short run."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -51,8 +54,9 @@ class Zygote:
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
         restarts: int | None = None,
+        watched: bool = True,
     ) -> Ranks:
-        """Runs `ddpforge ARGUMENTS` in each of `nproc` ranks.
+        """Runs `ddpforge ARGUMENTS` in each of `nproc` ranks; without watchdogs unless `watched`.
 
         With `restarts`, the launcher of `ddpforge launch` starts the ranks and restarts them up to `restarts` times;
         the only exit code is then that of the launch.
@@ -69,7 +73,7 @@ class Zygote:
             "arguments": list(arguments),
             "nproc": nproc,
             "cwd": str(cwd),
-            "env": dict(env or {}),
+            "env": {**(env or {}), **({} if watched else {UNWATCHED: "1"})},
             "timeout": timeout,
             "restarts": restarts,
         }
@@ -245,6 +249,14 @@ class _Forked:
         return code
 
 
+class _NoAgent:
+    """No watchdog process."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class _ForkedProgram:
     """`python -m MODULE` in a session of its own, forked by a rank, with the parts of `subprocess.Popen` in use."""
 
@@ -312,6 +324,10 @@ def _rank(arguments: list[str], cwd: str, env: dict[str, str], output: Path) -> 
         os.dup2(os.open(output / f"{kind}-{env['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
+    if env.get(UNWATCHED):
+        from ddpforge.watchdog import watchdog
+
+        watchdog._Agent = _NoAgent  # type: ignore[assignment, misc]
     if env.get(FORKED_PROGRAMS):
         subprocess.Popen = _ForkedProgram  # type: ignore[assignment, misc]
 
