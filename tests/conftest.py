@@ -101,10 +101,13 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
-    """Returns `ddpforge("run", "x.toml", nproc=2)` for the test's folder; it fails unless all ranks end with 0."""
+    """Returns `ddpforge("run", "x.toml", nproc=2)` for the test's folder; it fails unless all ranks end with 0.
+
+    Only ranks of a run that may fail (`fails`) have watchdogs.
+    """
 
     def run(*arguments: str, nproc: int = 1, fails: bool = False, env: dict[str, str] | None = None) -> Ranks:
-        ranks = zygote.run(arguments, nproc=nproc, cwd=tmp_path, env=env)
+        ranks = zygote.run(arguments, nproc=nproc, cwd=tmp_path, env=env, watched=fails)
         return ranks if fails else ranks.check()
 
     return run

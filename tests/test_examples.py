@@ -15,7 +15,10 @@ from ddpforge.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
-FULL = ("lora", "metrics")  # their libraries take seconds to import; other tests cover them
+FULL = (
+    *("lora", "metrics"),  # their libraries take seconds to import; other tests cover them
+    *("gan", "muon", "diffusion"),  # forms of built-in components, which tests/builtin and golden curves train
+)
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
 TIMES = ("time", "attempt", "train/samples_per_second", "train/time/")

@@ -185,7 +185,7 @@ def train(ports: dict[str, int], folder: Path) -> None:
 
 
 def computed(names: list[str], folder: Path) -> dict[str, Any]:
-    """Returns the rows and weights of recipes, all of which have the same number of ranks."""
+    """Returns the rows and weights of recipes with the same number of ranks."""
     for file in (SUPPORT / "parts.py", SUPPORT / "exploring.py"):
         copy(file, folder)
     for name in names:

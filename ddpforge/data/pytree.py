@@ -168,9 +168,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     device with streams use a separate one and overlap with earlier forward and backward passes, see
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams; batches of up to 256 KiB use the current stream.
     """
-    if device.type == "cpu" and type(batch) is tuple and {type(x) is Tensor and x.is_cpu for x in batch} == {True}:
-        return batch
     kind = device_kind(device)
+    if kind.is_host and type(batch) is tuple and {type(x) is Tensor and x.is_cpu for x in batch} == {True}:
+        return batch
     if not kind.has_streams or sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor)) <= _SMALL:
         return _moved(batch, device)
     aside, here = _stream_for_copies(device), kind.current_stream(device)

@@ -21,8 +21,8 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
-    if device is not None and device.type != "cpu":
-        device_kind(device).seed(seed, device)
+    if device is not None and not (kind := device_kind(device)).is_host:
+        kind.seed(seed, device)
 
 
 class RandomState:

@@ -29,8 +29,14 @@ __all__ = ["preload", "run_ddpforge", "run_ranks"]
 _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
 _ENVIRONMENT = {**NO_GPUS, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-# The first optimizer of a process imports torch._dynamo. Modules that cannot be imported are skipped.
-_warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.app.run"]
+# What most ranks would import themselves, e.g. torch._dynamo with the first optimizer. Modules that cannot be
+# imported are skipped.
+_warmed = [
+    *("torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("rich._emoji_codes", "rich.progress", "tomlkit"),
+    *("ddpforge.app.run", "ddpforge.cli.run", "ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
+    *("ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+]
 _PATIENCE = 20.0  # seconds for the other ranks to end by themselves after one has failed
 
 

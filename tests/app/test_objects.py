@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import in_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,17 +163,11 @@ def test_the_same_objects_resume_evaluate_load_and_predict_a_run() -> None:
 
 
 SCRIPT = """
-import sys
-
-import torch
 from test_objects import DATA, RECIPE, Net
 
 import ddpforge
 
-model = Net()
-if "seeds" in sys.argv:
-    torch.nn.init.normal_(model.layers[0].weight, std=float(sys.argv[2]) + int(__import__("os").environ["RANK"]))
-ddpforge.train(RECIPE | {"name": "two", "strategy": {"use": "fsdp"}}, model=model, train_data=DATA, eval_data=DATA)
+ddpforge.train(RECIPE | {"name": "two", "strategy": {"use": "fsdp"}}, model=Net(), train_data=DATA, eval_data=DATA)
 """
 
 
@@ -192,9 +187,15 @@ def test_a_script_under_torchrun_trains_the_curve_of_one_process() -> None:
 
 
 def test_initial_weights_that_differ_between_ranks_are_refused() -> None:
-    done = torchrun("seeds", "1")
-    assert done.returncode
-    assert "ranks have built the model differently: number 0 on rank 0 is `layers.0.weight`" in done.stderr
+    def train(rank: int) -> str:
+        model = Net()
+        nn.init.normal_(model.layers[0].weight, std=1.0 + rank)  # type: ignore[arg-type]
+        with pytest.raises(ForgeError) as raised:
+            ddpforge.train(RECIPE | {"strategy": {"use": "fsdp"}}, model=model, train_data=DATA)
+        return str(raised.value)
+
+    for said in in_ranks(2, train):
+        assert "ranks have built the model differently: number 0 on rank 0 is `layers.0.weight`" in said
 
 
 def test_launch_sends_classes_and_functions_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,11 @@ def test_bundled_recipes_are_checked_and_shown_without_torch(tmp_path: Path, mon
     ("options", "said"),
     [
         (["train.tf32=true"], "train.tf32 multiplies in TF32"),
-        (["strategy.use=fsdp", "strategy.cpu_offload=true"], "strategy.cpu_offload moves shards from a GPU"),
+        pytest.param(
+            ["strategy.use=fsdp", "strategy.cpu_offload=true"],
+            "strategy.cpu_offload moves shards from a GPU",
+            marks=pytest.mark.full,  # the same import, and the message in test_fsdp.py
+        ),
     ],
 )
 def test_check_imports_torch_if_the_result_depends_on_a_gpu(tmp_path: Path, options: list[str], said: str) -> None:

@@ -85,7 +85,14 @@ def alone() -> list[list[tuple[int, int, float, int]]]:
 
 # ---------------------------------------------------------------------------------------------- ranks and resumes
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(2, {}), (4, {}), (4, {"micro": 1}), (1, {"elastic": 4, "micro": 3}), (2, {"elastic": 4})]
+    ("ranks", "more"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.full),  # four ranks and two of four virtual ranks, below
+        pytest.param(4, {}, marks=pytest.mark.full),
+        (4, {"micro": 1}),
+        (1, {"elastic": 4, "micro": 3}),
+        (2, {"elastic": 4}),
+    ],
 )
 def test_any_ranks_train_on_the_same_samples_over_two_thousand_steps(
     alone: list[Any], ranks: int, more: dict[str, Any]

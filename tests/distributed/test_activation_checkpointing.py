@@ -74,7 +74,7 @@ ATTENDING = PARTS.replace("NormedBlocks", "Attending")
         pytest.param(EACH["fsdp"], 2, id="fsdp"),
         pytest.param(EACH["zero1"], 2, id="zero1", marks=pytest.mark.full),
         pytest.param(EACH["zero2"], 2, id="zero2", marks=pytest.mark.full),
-        pytest.param(EACH["zero3"], 2, id="zero3"),
+        pytest.param(EACH["zero3"], 2, id="zero3", marks=pytest.mark.full),  # the test above has zero3
         pytest.param('use = "pipeline"\nstages = 2', 2, id="pipeline", marks=pytest.mark.full),
     ],
 )

@@ -82,7 +82,7 @@ def written(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def train(layout: str, model: str, end: int) -> Bench:
         if (layout, model, end) not in benches:
             folder = tmp_path_factory.mktemp("written")
-            bench = Bench(folder, lambda *words, nproc, **_: zygote.run(words, nproc=nproc, cwd=folder))
+            bench = Bench(folder, lambda *words, nproc, **_: zygote.run(words, nproc=nproc, cwd=folder, watched=False))
             go(bench, "run", (LAYOUTS | FURTHER)[layout], end, model=model)
             benches[layout, model, end] = bench
         return benches[layout, model, end]
@@ -175,6 +175,7 @@ def sorted_by_time(checkpoints: Path) -> list[Path]:
     return sorted(checkpoints.glob("step-*"), key=lambda path: CheckpointReader(path).manifest.created)
 
 
+@pytest.mark.full  # tests/training/test_batchnorm.py has the averages, and a golden curve a run
 def test_batchnorm_statistics_are_the_same_on_any_number_of_ranks(bench: Bench) -> None:
     """Uses virtual ranks; without them each rank's forward passes have other samples (trap 13)."""
     for name, where in (("one", LAYOUTS["ddp@1"]), ("two", LAYOUTS["ddp@2"]), ("four", FURTHER["hsdp@4"])):

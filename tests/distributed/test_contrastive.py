@@ -22,6 +22,7 @@ def rows(name: str, key: str) -> list[Any]:
 
 
 @needs_pipelines
+@pytest.mark.full  # tests/training/test_whole_batch.py has its loss and gradients over ranks
 def test_contrastive_loss_has_the_same_curve_on_any_ranks_and_strategy(
     ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

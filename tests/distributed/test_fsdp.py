@@ -19,17 +19,19 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 # ---------------------------------------------------------------------------------------------- one curve
-def test_every_fsdp_layout_has_the_curve_of_one_process(bench: Bench) -> None:
+OF_TEST_MATRIX = {"one-shard": (1, FSDP), "two-shards": (2, FSDP), "hybrid": (4, HSDP)}
+LAYOUTS = {
+    "whole-gradients": (2, f"{FSDP}\nno_sync = true"),
+    "kept": (2, f"{FSDP}\nreshard_after_forward = false"),
+    "meta": (2, f"{FSDP}\nmeta = true"),
+}
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_TEST_MATRIX, marks=pytest.mark.full)], ids=", ".join)
+def test_every_fsdp_layout_has_the_curve_of_one_process(bench: Bench, layouts: dict[str, tuple[int, str]]) -> None:
     """Covers traps 01, 02, 04, 06, 24, 27; evaluates averaged weights."""
     bench("one", 'use = "single"', nproc=1, more=EMA)
-    for name, nproc, strategy in (
-        ("one-shard", 1, FSDP),
-        ("two-shards", 2, FSDP),
-        ("whole-gradients", 2, f"{FSDP}\nno_sync = true"),
-        ("kept", 2, f"{FSDP}\nreshard_after_forward = false"),
-        ("meta", 2, f"{FSDP}\nmeta = true"),
-        ("hybrid", 4, HSDP),
-    ):
+    for name, (nproc, strategy) in layouts.items():
         bench(name, strategy, nproc=nproc, more=EMA)
         bench.alike(name, "one")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.launched import Ranks
-from support.sharding import DDP, Bench, ddp_and_zero, weights_in
+from support.sharding import DDP, ZERO, Bench, ddp_and_zero, weights_in
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import CheckpointReader
@@ -63,7 +63,7 @@ def test_init_from_loads_the_weights_of_a_run(bench: Bench, weights: dict[str, T
     assert CheckpointReader(bench.newest("tuned")).metadata.step == 8
 
 
-@ddp_and_zero
+@pytest.mark.parametrize("strategy", [DDP, pytest.param(ZERO[3], marks=pytest.mark.full)], ids=["ddp", "zero3"])
 def test_missing_and_unexpected_tensors_are_reported(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
     """Covers weights in another dtype, too."""
     names = list(weights)

@@ -133,7 +133,7 @@ def test_resume_after_a_crash_replaces_later_rows(
     assert {json.loads(line)["step"] for line in superseded} <= set(range(8, 14))
 
 
-@pytest.mark.parametrize("nproc", [1, 4])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.full), 4])  # test_anywhere.py resumes on one
 def test_resume_on_another_number_of_ranks(
     ddpforge: Callable[..., Ranks],
     folder: Path,

@@ -38,7 +38,10 @@ def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
     return sorted(CheckpointReader(path).metadata.step for path in (bench.folder / "runs/run" / folder).glob("step-*"))
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize(
+    "background",
+    ["true", pytest.param("false", marks=pytest.mark.full)],  # tests/checkpoint/test_manager.py has both
+)
 def test_every_checkpoint_is_saved_and_training_is_the_same_with_background_saves(
     bench: Bench, background: str
 ) -> None:
@@ -65,7 +68,7 @@ def test_run_fails_if_a_checkpoint_cannot_be_written(bench: Bench) -> None:
     assert steps(bench, "aside") == [2]
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("background", [pytest.param("true", marks=pytest.mark.full), "false"])  # the test above
 def test_run_fails_if_the_last_checkpoint_cannot_be_written(bench: Bench, background: str) -> None:
     failed = saves(bench, f'async_save = {background}\non_failure = "continue"', begin=7, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}

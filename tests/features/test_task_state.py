@@ -45,7 +45,7 @@ def run(folder: Path, length: int, strategy: str, ranks: int, **more: str) -> li
     ("strategy", "ranks"),
     [
         ('use = "single"', 1),
-        ('use = "ddp"', 2),
+        pytest.param('use = "ddp"', 2, marks=pytest.mark.full),  # "fsdp" on two ranks, "single" without shards
         ('use = "fsdp"', 2),
         ('use = "deepspeed", stage = 3', 2),
         ('use = "pipeline", stages = 2', 2),

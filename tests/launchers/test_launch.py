@@ -43,6 +43,7 @@ task = { use = "./parts.py:SumOfLosses" }
 optimizer = { use = "sgd", lr = 1.0 }
 train = { length = "1ep", global_batch = 2 }
 """
+FSDP = 'strategy.use="fsdp"'
 FOREVER = "--set=train.length=100000ep"
 STEP = re.compile(r"step (\d+)/")  # rank 0's progress line on stderr
 
@@ -187,7 +188,11 @@ def test_every_launcher_starts_every_strategy(
 
 
 @pytest.mark.slow
-def test_command_line_of_each_rank_is_ddpforge_run_also_after_a_restart(tmp_path: Path, start: Start) -> None:
+def test_launch_restarts_ranks_by_the_same_command_line_and_ends_with_the_exit_code_and_error_of_the_run(
+    tmp_path: Path, start: Start
+) -> None:
+    """Attempt 0 fails before step 1, and attempt 1 diverges: one launch, because each starts five processes."""
+    copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "words.py").write_text("""
 import os, pathlib
 from ddpforge.interfaces import Callback
@@ -197,17 +202,20 @@ class Words(Callback):
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         words = pathlib.Path("/proc/self/cmdline").read_bytes().decode().split("\\0")
         pathlib.Path(f"rank-{os.environ['RANK']}-{attempt}").write_text(" ".join(words[words.index("-m") :]))
-
-    def on_step(self, info):
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if attempt == "0":
             raise RuntimeError("once")
 """)
-    (tmp_path / "tiny.toml").write_text(RECIPE + '[callbacks.words]\nuse = "./words.py:Words"\n')
-    ended = start("ddpforge launch tiny.toml --nproc 2 --max-restarts 1")
-    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER + '[callbacks.words]\nuse = "./words.py:Words"\n')
+    ended = start(f"ddpforge launch tiny.toml --nproc 2 --max-restarts 1 --set {FSDP} -- --role=scientist")
+    assert ended.returncode == ExitCode.DIVERGED, ended.stderr
     found = {path.name: path.read_text() for path in tmp_path.glob("rank-*")}
     assert set(found) == {f"rank-{rank}-{attempt}" for rank in (0, 1) for attempt in (0, 1)}
     assert all(words.startswith("-m ddpforge run tiny.toml") for words in found.values())
+    ended_as = status(tmp_path / "runs/tiny")
+    assert (ended_as["exit_code"], ended_as["strategy"], ended_as["world_size"]) == (ExitCode.DIVERGED, "fsdp", 2)
+    assert "is not finite" in ended.stderr
+    environment = json.loads((tmp_path / "runs/tiny/env.json").read_text())["environment"]
+    assert environment["ROLE_NAME"] == "scientist"  # arguments after `--` go to torchrun
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])
@@ -321,7 +329,7 @@ def test_without_accelerate_one_process_is_requested(monkeypatch: pytest.MonkeyP
 
 
 # ---------------------------------------------------------------------------------------------- end of a launch
-@pytest.mark.slow
+@pytest.mark.full  # under DeepSpeed, whose import takes seconds in each process; the launch that restarts has FSDP
 def test_launch_ends_with_the_exit_code_and_error_message_of_the_run(tmp_path: Path, start: Start) -> None:
     copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+FORKED_PROGRAMS = "FORKED_PROGRAMS"
+"""Variable for a rank whose own programs (`python -m MODULE`) are forked, too: each saves two seconds of a core."""
+
+UNWATCHED = "UNWATCHED"
+"""Variable for a rank without watchdogs: two programs, half of the cost of a short run."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -48,8 +54,9 @@ class Zygote:
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
         restarts: int | None = None,
+        watched: bool = True,
     ) -> Ranks:
-        """Runs `ddpforge ARGUMENTS` in each of `nproc` ranks.
+        """Runs `ddpforge ARGUMENTS` in each of `nproc` ranks; without watchdogs unless `watched`.
 
         With `restarts`, the launcher of `ddpforge launch` starts the ranks and restarts them up to `restarts` times;
         the only exit code is then that of the launch.
@@ -66,7 +73,7 @@ class Zygote:
             "arguments": list(arguments),
             "nproc": nproc,
             "cwd": str(cwd),
-            "env": dict(env or {}),
+            "env": {**(env or {}), **({} if watched else {UNWATCHED: "1"})},
             "timeout": timeout,
             "restarts": restarts,
         }
@@ -243,6 +250,49 @@ class _Forked:
         return code
 
 
+class _NoAgent:
+    """No watchdog process."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _ForkedProgram:
+    """`python -m MODULE` in a session of its own, forked by a rank, with the parts of `subprocess.Popen` in use."""
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], stdout: Any, **_: Any) -> None:
+        import runpy
+        import traceback
+
+        if (child := os.fork()) != 0:
+            self.pid = child
+            return
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(stdout.fileno(), number)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv[1:] = command[3:]
+        sys.path[0] = os.getcwd()
+        code: Any = 0
+        try:
+            runpy.run_module(command[2], run_name="__main__")
+        except SystemExit as ending:
+            code = ending.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+    def wait(self) -> int:
+        with suppress(ChildProcessError):
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
 def _wait(children: list[int], timeout: float) -> list[int]:
     """Returns exit codes. Like a launcher, ends the others once one has failed, and all of them at the time limit."""
     import signal
@@ -274,6 +324,13 @@ def _rank(arguments: list[str], cwd: str, env: dict[str, str], output: Path) -> 
     for stream, kind in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / f"{kind}-{env['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    if env.get(UNWATCHED):
+        from ddpforge.watchdog import watchdog
+
+        watchdog._Agent = _NoAgent  # type: ignore[assignment, misc]
+    if env.get(FORKED_PROGRAMS):
+        subprocess.Popen = _ForkedProgram  # type: ignore[assignment, misc]
 
     from ddpforge.cli import main
 

@@ -33,9 +33,12 @@ def _families(*now: str) -> list[Any]:
     return [pytest.param(EACH[name], id=name, marks=() if name in now else pytest.mark.full) for name in names]
 
 
-_FAMILIES = _families("ddp", "fsdp", "zero3")
+_FAMILIES = _families("ddp", "zero3")
 each_strategy = pytest.mark.parametrize("strategy", _FAMILIES)
-"""Runs a test under every strategy; `tests/strategies/test_zero.py` covers the steps of ZeRO-1."""
+"""Runs a test under every strategy: in `make test` under DDP, whose replica is FSDP's, too, and under ZeRO-3.
+
+`tests/strategies/test_fsdp.py` and `test_zero.py` cover the steps of FSDP and ZeRO-1, and golden curves whole runs.
+"""
 ddp_and_zero = pytest.mark.parametrize("strategy", _families("ddp", "zero3"))
 """The same for tests in which FSDP and ZeRO share their code."""
 each_strategy_and_one_process = pytest.mark.parametrize(

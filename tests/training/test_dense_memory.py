@@ -100,25 +100,30 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+STRATEGIES = {
+    "single": ('use = "single"', "", 1),
+    "ddp": ('use = "ddp"', "", 2),
+    "virtual ranks": ('use = "ddp"', ", virtual_ranks = 4", 2),
+    "fsdp": ('use = "fsdp"', "", 2),
+}
+ONCE = {"ddp": "torch's Adagrad", "virtual ranks": "foreach", "fsdp": "adamw"}  # in `make test`; "single" has each
+
+
 @pytest.mark.parametrize(
-    ("strategy", "train", "ranks"),
+    ("name", "form"),
     [
-        ('use = "single"', "", 1),
-        ('use = "ddp"', "", 2),
-        ('use = "ddp"', ", virtual_ranks = 4", 2),
-        ('use = "fsdp"', "", 2),
+        pytest.param(name, form, marks=[pytest.mark.full] * (ONCE.get(name, form) != form), id=f"{name}-{form}")
+        for name in STRATEGIES
+        for form in FORMS
     ],
-    ids=["single", "ddp", "virtual ranks", "fsdp"],
 )
-def test_fused_optimizers_train_weights_with_gaps_in_memory(
-    tmp_path: Path, form: str, strategy: str, train: str, ranks: int
-) -> None:
+def test_fused_optimizers_train_weights_with_gaps_in_memory(tmp_path: Path, name: str, form: str) -> None:
+    strategy, train, ranks = STRATEGIES[name]
     if "Adagrad" in form and "fsdp" in strategy:
         pytest.skip("torch has no fused Adagrad for sharded weights")
     fused, plain = FORMS[form]
-    for name in ("fused", "plain"):
-        (tmp_path / name).mkdir()
+    for folder in ("fused", "plain"):
+        (tmp_path / folder).mkdir()
     found = trained(tmp_path / "fused", GAPPED.format(optimizer=fused, strategy=strategy, train=train), ranks)[0]
     wanted = trained(tmp_path / "plain", GAPPED.format(optimizer=plain, strategy='use = "single"', train=train), 1)[0]
     for key in ("train/loss", "train/grad_norm"):
@@ -157,8 +162,15 @@ def test_dense_weights_with_other_strides_are_unchanged(tensor: torch.Tensor) ->
     assert (module[0].data_ptr(), module[0].stride()) == (place, strides)
 
 
-@pytest.mark.parametrize("form", ["adamw", "torch's AdamW"])
-@pytest.mark.parametrize(("strategy", "ranks"), [('use = "ddp"', 2), ('use = "deepspeed", stage = 2', 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "form"),
+    [
+        ('use = "ddp"', 2, "torch's AdamW"),
+        pytest.param('use = "ddp"', 2, "adamw", marks=pytest.mark.full),
+        pytest.param('use = "deepspeed", stage = 2', 2, "torch's AdamW", marks=pytest.mark.full),
+        ('use = "deepspeed", stage = 2', 2, "adamw"),
+    ],
+)
 def test_fused_optimizers_resume_weights_with_other_strides(
     tmp_path: Path, form: str, strategy: str, ranks: int
 ) -> None:

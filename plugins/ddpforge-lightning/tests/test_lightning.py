@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Horizon
-from ddpforge.testing.ranks import run_ddpforge
+from ddpforge.testing.ranks import preload, run_ddpforge
 from ddpforge.training.callbacks import may_end
 from safetensors.torch import load_file
 from torch import nn
@@ -66,6 +66,7 @@ best = 1
 monitor = "eval/val_acc"
 mode = "max"
 """
+preload("pytorch_lightning", "torchmetrics", "ddpforge_lightning.tasks")
 MOMENTUM = '[optimizer.schedules.beta1]\nuse = "lightning"'
 
 

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-preload("transformers.models.llama.modeling_llama")
+preload("transformers.models.llama.modeling_llama", "peft", "ddpforge_transformers.tasks", "ddpforge_transformers.chat")
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "fears", "big", "small", "old", "and", ",", "."]
 
 

@@ -226,7 +226,11 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS.keys())
+@pytest.mark.parametrize(
+    "template",
+    [pytest.param(ENDLESS[name], marks=[pytest.mark.slow] * (name == "loops")) for name in ENDLESS],  # as filtered ones
+    ids=ENDLESS.keys(),
+)
 def test_a_template_without_end_or_with_a_huge_text_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"more than|Range too big|by the number|calls itself|by the format"):
         ChatTemplate(template).render([user("a")], None, answers=False, options={})

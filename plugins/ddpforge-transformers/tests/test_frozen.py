@@ -134,7 +134,7 @@ def test_all_strategies_train_one_curve_over_a_frozen_bfloat16_base(
         assert losses(tmp_path / "runs" / name) == pytest.approx(reference, rel=1e-5), name
 
 
-@pytest.mark.parametrize("saved", ["all", "trainable"])
+@pytest.mark.parametrize("saved", [pytest.param("all", marks=pytest.mark.slow), "trainable"])  # test_quantize.py has it
 def test_a_run_resumes_elsewhere_and_exports_the_saved_dtype(
     ddpforge: Callable[..., str],
     texts: Path,

@@ -51,7 +51,9 @@ def gradients(task: CausalLM, model: nn.Module, batch: dict[str, Tensor]) -> dic
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("phi", "mistral"))) for name in FAMILIES]
+)
 @pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}])
 def test_loss_and_gradients_equal_those_of_all_logits(
     model_type: str, extra: dict[str, float], batch: dict[str, Tensor]

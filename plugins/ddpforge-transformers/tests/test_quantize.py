@@ -131,7 +131,7 @@ def test_all_strategies_train_one_curve_over_a_quantized_base(
         assert losses(tmp_path / "runs" / name) == pytest.approx(reference, rel=1e-5), name
 
 
-@pytest.mark.parametrize("saved", ["all", "trainable"])
+@pytest.mark.parametrize("saved", ["all", pytest.param("trainable", marks=pytest.mark.slow)])  # test_frozen.py has it
 def test_a_run_resumes_elsewhere_and_its_exports_are_loaded(
     ddpforge: Callable[..., str], texts: Path, tokenizer: Path, tmp_path: Path, saved: str
 ) -> None:

@@ -169,7 +169,13 @@ def test_invalid_options_are_errors_of_the_recipe(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("model_type", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_proj"])])
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        pytest.param("llama", ["q_proj", "v_proj"], marks=pytest.mark.slow),  # adapters of nn.Linear: test_export.py
+        ("gpt2", ["c_attn", "c_proj"]),
+    ],
+)
 def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     ddpforge: Callable[..., str],
     samples: Path,
@@ -223,6 +229,7 @@ def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     torch.testing.assert_close(adapted(ids).logits, again(ids).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # test_output_layer.py has losses and gradients, and the test of all strategies the curve
 def test_a_loss_in_the_output_layer_has_the_same_curve_under_all_strategies(
     ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from checkpoint.doubles import checkpoint_of, write
@@ -161,6 +160,8 @@ def test_merge_transposes_the_adapters_of_conv1d_layers(tmp_path: Path) -> None:
 def test_folder_of_peft_loads_into_the_base_model_with_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
     done = export_adapters(checkpoint, tmp_path / "peft", adapted())
     assert sorted(path.name for path in (tmp_path / "peft").iterdir()) == sorted(done.paths)
+    import peft
+
     loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "peft").eval()
     torch.testing.assert_close(loaded(TOKENS), adapted().eval()(TOKENS), rtol=0, atol=0)
     assert done.tensors == 8
@@ -181,6 +182,8 @@ def test_folder_of_peft_holds_modules_that_are_trained_without_adapters(tmp_path
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=saved))
     base = {name: x.detach() for name, x in model.state_dict().items()}  # norm.bias is frozen, so it is not saved
     export_adapters(checkpoint, tmp_path / "peft", model, base=base)
+    import peft
+
     loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "peft").eval()
     torch.testing.assert_close(loaded(TOKENS), model.eval()(TOKENS), rtol=0, atol=0)
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["modules_to_save"] == ["norm"]

@@ -70,6 +70,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 @needs_pipelines
+@pytest.mark.full  # tests/strategies/test_pipeline.py has pipelines with BatchNorm
 def test_resnet_has_the_same_curve_in_a_pipeline(tmp_path: Path) -> None:
     def under(strategy: str, ranks: int) -> list[Trained]:
         folder = tmp_path / strategy

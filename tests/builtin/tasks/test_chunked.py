@@ -177,7 +177,7 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
     ("strategy", "ranks"),
     [
         ('use = "single"', 1),
-        (DDP, 2),
+        pytest.param(DDP, 2, marks=pytest.mark.full),  # "single" has whole weights, "zero3" two ranks
         pytest.param('use = "fsdp"', 2, marks=pytest.mark.full),
         pytest.param('use = "fsdp"\ncontext = 2', 2, marks=pytest.mark.full),
         ('use = "fsdp"\nmeta = true\nno_sync = true', 2),

@@ -127,7 +127,8 @@ def test_losses_and_precision_are_the_same_on_two_ranks(ddpforge: Callable[..., 
     assert one["train/classifier"] < 0.2  # ln 3 before training
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full  # a small model of this form trains in the test of two ranks, and predicts in the next test
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_smallest_model_of_torchvision_trains(
     ddpforge: Callable[..., Launched], measured: Path, ranks: int
 ) -> None:

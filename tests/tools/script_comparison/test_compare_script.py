@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.launched import Ranks, Zygote
+from support.launched import FORKED_PROGRAMS, Ranks, Zygote
 
 from ddpforge.recipe import load_recipe
 from ddpforge.tools.script_comparison.compare import (
@@ -191,14 +191,17 @@ Compare = Callable[..., tuple[Ranks, dict[str, Any]]]
 
 @pytest.fixture
 def compare(tmp_path: Path, zygote: Zygote) -> Compare:
-    """Writes the files, compares a script with the recipe; returns the output and the JSON."""
+    """Writes the files, compares a script with the recipe; returns the output and the JSON.
+
+    The script's process is forked, or started as for a user.
+    """
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "moved.toml").write_text(RECIPE)
 
-    def run(script: str, *arguments: str, code: int = 0) -> tuple[Ranks, dict[str, Any]]:
+    def run(script: str, *arguments: str, code: int = 0, forked: bool = True) -> tuple[Ranks, dict[str, Any]]:
         (tmp_path / "train.py").write_text(script)
         command = ["compare-script", "train.py", "moved.toml", "--json", "--tolerance=1e-6", *arguments]
-        done = zygote.run(command, nproc=1, cwd=tmp_path)
+        done = zygote.run(command, nproc=1, cwd=tmp_path, env={FORKED_PROGRAMS: "1"} if forked else None)
         assert done.codes == [code], done.stdout + done.stderr
         return done, json.loads(done.stdout) if code < 2 else {}
 
@@ -233,7 +236,7 @@ def compare(tmp_path: Path, zygote: Zygote) -> Compare:
 def test_a_script_and_its_recipe_have_the_same_losses(compare: Compare, script: str, sets: list[str]) -> None:
     if script == TRAINER:
         pytest.importorskip("transformers")
-    _, found = compare(script, *sets)
+    _, found = compare(script, *sets, forked=script == DDP)
     assert found["same"]
     assert len(found["steps"]) == 20
     assert found["largest_difference"] <= 1e-6
@@ -331,7 +334,7 @@ def test_a_script_that_waits_for_input_fails_with_the_reason(compare: Compare) -
 
 def test_a_process_that_a_script_leaves_behind_is_ended_and_not_waited_for(compare: Compare, tmp_path: Path) -> None:
     left = "import subprocess, pathlib\npathlib.Path('pid').write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
-    compare(left + LOOP, "--steps", "2")
+    compare(left + LOOP, "--steps", "2", forked=False)
     process = psutil.Process(int(pid)) if psutil.pid_exists(int(pid := (tmp_path / "pid").read_text())) else None
     # Until init has read the exit code of the killed process, it is a zombie.
     assert process is None or process.status() == psutil.STATUS_ZOMBIE

@@ -176,7 +176,14 @@ def test_chunked_loss_needs_less_memory_and_the_same_flops(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["tf32=true", "cudnn_benchmark=true", "sync_batchnorm=true", "compile=default", 'device="cuda"']
+    "key",
+    [
+        *("sync_batchnorm=true", 'device="cuda"'),
+        *(
+            pytest.param(key, marks=pytest.mark.full)
+            for key in ("tf32=true", "cudnn_benchmark=true", "compile=default")
+        ),
+    ],
 )
 def test_gpu_options_can_be_planned_without_a_gpu(plan: Plan, key: str) -> None:
     assert plan("ddp", f"train.{key}").peak == plan("ddp").peak

@@ -1,4 +1,4 @@
-"""Code of a user beside the recipe of the kept run."""
+"""A user's components of the kept run."""
 
 import os
 import signal
