@@ -53,7 +53,7 @@ PassTotals: TypeAlias = "Callable[[Tensor, Any, Any], Mapping[str, Total]]"
 
 
 class TakesSteps(Protocol):
-    """Takes steps of the weights: a stepper, or what a feature puts around one or several."""
+    """Takes steps of the weights: a stepper, or the object of a feature around one or several steppers."""
 
     def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
@@ -78,7 +78,7 @@ class Assembled:
 class Feature:
     """Part of training that some runs use. Every rank has the same features; their methods may be collective.
 
-    A subclass overrides what it needs. A method that it does not override is never called.
+    A subclass overrides the methods that it needs; the others are never called.
     """
 
     # ------------------------------------------------------------------------------------------ once
@@ -117,7 +117,7 @@ class Feature:
 
     # ------------------------------------------------------------------------------------------ each step
     def around_stepper(self, stepper: TakesSteps) -> TakesSteps:
-        """Returns what takes the steps of one update."""
+        """Returns the object that takes the steps of one update."""
         return stepper
 
     def around_update(self, optimizer: Optimizer) -> Callable[[Callable[[], Any]], Tensor] | None:
@@ -128,7 +128,7 @@ class Feature:
         return None
 
     def combine(self, steppers: Mapping[str, TakesSteps], draw: Callable[[], GlobalBatch]) -> TakesSteps:
-        """Returns what takes a step of several updates; `draw` returns the next global batch, after the first one."""
+        """Returns the object that takes steps of several updates; `draw` returns the next global batch of a step."""
         raise NotImplementedError
 
     def after_draw(self, first: MicroBatch) -> None:

@@ -168,7 +168,7 @@ class Trainer:
         }
 
     def _combined(self) -> TakesSteps:
-        """Returns what takes a step: a stepper, in what features put around it, or several in turn."""
+        """Returns the object that takes a step: a stepper, in what features put around it, or several in turn."""
         wrapped: dict[str, TakesSteps] = {**self._steppers}
         for around in methods_of(self._features, "around_stepper"):
             wrapped = {update: around(stepper) for update, stepper in wrapped.items()}

@@ -52,7 +52,7 @@ def path_of_a_step(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_a_step_takes_sixty_calls_and_nine_frames(tmp_path: Path) -> None:
-    """The bounds have room: they show when every run begins to walk through what only some runs use."""
+    """Bounds with room: they fail if every run begins to walk through the parts that only some runs use."""
     (calls,) = in_ranks(1, lambda _: path_of_a_step(tmp_path))
     top = min(depth for depth, _ in calls)
     print("\n".join(f"{'  ' * (depth - top)}{name}" for depth, name in calls))
