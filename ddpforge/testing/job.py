@@ -145,7 +145,7 @@ def callback(site: Site) -> dict[str, Any]:
 def _watched(site: Site, folder: str, start: CheckpointReader | None) -> tuple[dict[str, Any], Trainer]:
     trainer = site.trainer(Tracker(), folder)
     ((name, inner),) = trainer.callbacks.items()
-    trainer.callbacks = trainer.evaluator.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
+    trainer.calls.callbacks = trainer.evaluator.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
     if start:
         trainer.restore(start)
     try:

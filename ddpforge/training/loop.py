@@ -11,18 +11,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from numbers import Real
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.data.rng import isolated_rng
-from ddpforge.errors import CheckpointError, Diverged, PluginError
+from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World, device_kind
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
@@ -32,7 +31,7 @@ from ddpforge.runs.observers import Around
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 from ddpforge.training.buffers import unchanged
 from ddpforge.training.cadence import Alarm, Cadence
-from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
+from ddpforge.training.callback_calls import CallbackCalls
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import FirstStepCheck, check_together
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
@@ -52,8 +51,6 @@ __all__ = ["Trainer"]
 log = logging.getLogger("ddpforge")
 
 _MOST_ROLLBACKS = 10
-_FACTOR = "callbacks/lr_factor"
-_WISHES = "?wishes"  # of callbacks, on this rank
 
 
 class Trainer:
@@ -89,7 +86,7 @@ class Trainer:
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
         self._workers = training.workers
-        self.callbacks, self.tracker = callbacks, tracker
+        self.tracker = tracker
         self.saving = saving or CheckpointSaver(
             checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, features
         )
@@ -100,11 +97,7 @@ class Trainer:
             methods_of(features, method)
             for method in ("after_step", "after_draw", "row", "totals", "take", "before_save")
         )
-        self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
-        self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
-        self._reads_gradients = reads_gradients(callbacks)
-        if self._reads_gradients:
-            replica.on_gradient = self._show_gradient
+        self.calls = CallbackCalls(callbacks, replica, world.global_ranks)
 
         # cadences
         self.end = math.inf if plan.horizon.total is None else plan.horizon.total
@@ -135,7 +128,6 @@ class Trainer:
         groups = recipe.optimizer.groups.items()
         starts = {name: plan.horizon.steps(group.start) for name, group in groups if group.start}
         self._rates = Rates(optimizer, schedules, value_schedules, starts)
-        self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._stateful: nn.Module = replica.unwrapped  # the modules whose buffers a step may change
         if more := [module for one in features for module in one.stateful_modules()]:
             self._stateful = nn.ModuleList([replica.unwrapped, *more])
@@ -146,6 +138,11 @@ class Trainer:
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}
         self._draws = batches_per_step(updates)
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
+
+    @property
+    def callbacks(self) -> Mapping[str, Callback]:
+        """Returns the callbacks of the run, by name."""
+        return self.calls.callbacks
 
     def _steppers_by_update(self, first_checks: Sequence[FirstStepCheck]) -> dict[str, Stepper]:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
@@ -307,8 +304,7 @@ class Trainer:
     def _prepare(self) -> None:
         """Resets the state of the loop, at the start and after a rollback."""
         self.replica.module.train()
-        self._setting_rates = overriding(self.callbacks, "lr_factor")
-        self._adding_columns = overriding(self.callbacks, "on_log")
+        self.calls.restart()
         self.rows.restart(self.progress.step)
         self.consensus.pace.restart()
         self.consensus.alarms = self._alarms()
@@ -327,8 +323,8 @@ class Trainer:
         """Takes one step; returns this rank's totals: the losses and, with `measure`, the task's metrics."""
         self._shows.step = step
         heartbeat.enter_step(step)
-        self._factor = self._wanted_factor() if self._setting_rates else 1.0
-        self._rates.set(step - 1, self._factor)
+        self.calls.step = step
+        self._rates.set(step - 1, self.calls.lr_factor() if self.calls.sets_rates else 1.0)
 
         self._drawn = []
         totals: dict[str, Total] = {}
@@ -341,11 +337,8 @@ class Trainer:
         else:
             totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure)
             self.nonfinite.norms.add(step, norm)
-            if self._reads_gradients and self._shown_gradient is None:
-                kind = type(self.replica).__name__
-                raise PluginError(
-                    f"{kind} promises that callbacks can read gradients, but its step did not call `on_gradient`"
-                )
+            if self.calls.reads_gradients:
+                self.calls.check_gradient()
             if self._after_step:
                 self._after_step = tuple(after for after in self._after_step if after())
         self.progress.step = step
@@ -366,24 +359,6 @@ class Trainer:
         self._drawn.append(first)
         return first, (first,) if first.last else _until_last(first, self._source)
 
-    def _wanted_factor(self) -> float:
-        """Returns the product of the callbacks' `lr_factor`; raises PluginError for an invalid factor."""
-        factor = 1.0
-        for name in self._setting_rates:
-            wanted: Any = self.callbacks[name].lr_factor()
-            if not (isinstance(wanted, Real) and 0 <= float(wanted) < math.inf):
-                raise PluginError(
-                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} by {wanted!r}",
-                    hints=["return a finite number of 0 or more from `lr_factor`"],
-                )
-            factor *= float(wanted)
-        return factor
-
-    def _show_gradient(self, norm: Tensor) -> None:
-        self._shown_gradient = self.progress.step + 1
-        for callback in self.callbacks.values():
-            callback.on_gradient(self.progress.step + 1, norm)
-
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], *, logs: bool) -> dict[str, float]:
         """Reduces the requests of ranks and, if the step `logs`, the metrics over all ranks; returns their means.
@@ -393,8 +368,8 @@ class Trainer:
         riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready)}
         for own in self._totals:
             riding |= own()
-        if self._setting_rates:
-            riding[_FACTOR] = self._factor
+        if self.calls.sets_rates:
+            riding |= self.calls.totals()
         heartbeat.beat(heartbeat.REDUCE)
         if logs:
             empty = sum((stepper.take_empty() for stepper in self._steppers.values()), start=torch.zeros(()))
@@ -405,7 +380,8 @@ class Trainer:
             means = self.world.global_ranks.all_reduce_mean(riding)
         for take in self._takes:
             take(means, self.progress.step)
-        self._reject_another_factor(means.pop(_FACTOR, self._factor))
+        if self.calls.sets_rates:
+            self.calls.take(means)
         if self.consensus.take(means).all_saved:
             self.saving.wait_for_pending()
         return means
@@ -414,15 +390,6 @@ class Trainer:
     def _counts(self) -> bool:
         """True if the task counts items that are not samples; known after the first step."""
         return any(stepper.counts for stepper in self._steppers.values())
-
-    def _reject_another_factor(self, mean: float) -> None:
-        """Raises PluginError if the factor differs between ranks; weights would diverge."""
-        if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
-            raise PluginError(
-                f"callbacks {', '.join(self._setting_rates)} multiply the learning rate of step {self.progress.step} "
-                f"by {self._factor:g} on this rank and {mean:g} on average",
-                hints=["compute `lr_factor` only from values that are the same on every rank, e.g. from StepInfo"],
-            )
 
     def _log_bad(self, totals: Mapping[str, Total], step: int) -> None:
         """Logs the row of a step with a non-finite gradient: its norm and, if it is the current step, its loss."""
@@ -468,43 +435,15 @@ class Trainer:
         Raises RollBack if a callback requests it.
         """
         heartbeat.beat(heartbeat.CALLBACKS)
-        wishes: dict[str, bool | GoBack | None] = {}
-        if self.callbacks:
-            with self.replica.weights.callback_guard():
-                wishes = {name: callback.on_step(info) for name, callback in self.callbacks.items()}
+        wishes = self.calls.on_step(info) if self.callbacks else {}
         if info.metrics:
-            row = {**info.metrics}
-            for name in self._adding_columns:
-                add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
-            self._log(info.step, row)
+            self._log(info.step, self.calls.with_columns(info))
             self.rows.finish_window(info.step, workers=self._workers)
-        found = self._wanted_by_callbacks("on_step", wishes) if wishes else ()
+        found = self.calls.agreed("on_step", wishes) if wishes else ()
         for wish in found:
             if isinstance(wish, GoBack):
                 raise RollBack(wish.steps, wish.why)
         return any(found)
-
-    def _wanted_by_callbacks(
-        self, method: str, wishes: Mapping[str, bool | GoBack | None]
-    ) -> Sequence[bool | GoBack | None]:
-        """Returns the requests of callbacks on all ranks: a request on one rank holds for all.
-
-        If a callback may have any (see `may_end`), ranks add up a number on the host, and exchange requests if there
-        are some.
-        """
-        asking = self._ending[method]
-        for name, wish in wishes.items():
-            if wish and name not in asking and self.world.global_ranks.size > 1:
-                raise PluginError(
-                    f"callback `{name}` returned {wish!r} from `{method}`, which is declared to return None",
-                    hints=[f"declare it: def {method}(...) -> bool | None"],
-                )
-        mine, ranks = [wishes[name] for name in asking if wishes.get(name)], self.world.global_ranks
-        if ranks.size == 1 or not asking:
-            return [wish for wish in wishes.values() if wish]
-        if not ranks.all_reduce_mean({_WISHES: float(bool(mine))})[_WISHES]:
-            return ()
-        return [wish for every in ranks.all_gather_object(mine) for wish in every]
 
     def _log(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics |= row
@@ -541,10 +480,9 @@ class Trainer:
                 keep.monitor,
                 known,
             )
-        with self.replica.weights.callback_guard():
-            wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
+        wishes = self.calls.on_eval(step, row)
         self.rows.stopwatch.resume()
-        return any(self._wanted_by_callbacks("on_eval", wishes))
+        return any(self.calls.agreed("on_eval", wishes))
 
     def _rescue(self) -> None:
         """Saves the trained weights before an error ends the run, on all ranks; logs an error of saving."""

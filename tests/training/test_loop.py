@@ -175,7 +175,7 @@ def test_speed_covers_the_steps_since_the_last_row() -> None:
         loop.clock.now += 1.0 if step <= 2 else 10.0
 
     watch = Watcher(action=work)
-    loop.trainer.callbacks = {"watch": watch}
+    loop.trainer.calls.callbacks = {"watch": watch}
     slow = loop.replica.step
 
     def step() -> Any:
@@ -209,7 +209,7 @@ def test_evaluation_time_does_not_count_in_the_speed() -> None:
     def slow(step: int, metrics: Mapping[str, float]) -> None:
         loop.clock.now += 100.0
 
-    loop.trainer.callbacks = {"slow": CallbackOf(on_eval=slow)}
+    loop.trainer.calls.callbacks = {"slow": CallbackOf(on_eval=slow)}
     loop.fit()
     speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
     assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 5.0})
@@ -327,7 +327,7 @@ def test_ranks_agree_after_every_step_if_a_callback_is_slow(agreements: Callable
     def sleep(step: int) -> None:
         loop.clock.now += 2.0
 
-    loop.trainer.callbacks = {"slow": Watcher(action=sleep)}
+    loop.trainer.calls.callbacks = {"slow": Watcher(action=sleep)}
     assert agreements(loop)[1:] == [3, 4, 5, 6, 7, 8]  # at the first step the callback has not taken time yet
 
 
@@ -444,7 +444,7 @@ def test_a_wall_time_run_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 11))
-    loop.trainer.callbacks = {"watch": watcher}
+    loop.trainer.calls.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 7  # detected at the seventh step, after six callbacks of 11 seconds
     assert loop.checkpoints.saved[-1].metadata.position["seconds"] == 77.0
@@ -458,7 +458,7 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     loop.trainer.restore(saved(4, position={"seconds": 50.0, "skipped": 0, "left_out": []}))  # type: ignore[arg-type]
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 6))
-    loop.trainer.callbacks = {"watch": watcher}
+    loop.trainer.calls.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 7  # detected at the third step, after two callbacks of 6 seconds
     assert loop.checkpoints.saved[-1].metadata.position["seconds"] == 50.0 + 18.0
@@ -480,8 +480,8 @@ def test_a_wall_time_run_that_is_stopped_twice_saves_the_time_of_all_attempts(
             clock.now += 7.0
             return step == first + 2
 
-        loop.trainer.callbacks = {"stops": CallbackOf(on_step=lambda info, ends=pass_time: ends(info.step))}
-        loop.trainer._ending = {"on_step": ["stops"], "on_eval": []}
+        loop.trainer.calls.callbacks = {"stops": CallbackOf(on_step=lambda info, ends=pass_time: ends(info.step))}
+        loop.trainer.calls.ending = {"on_step": ["stops"], "on_eval": []}
         loop.fit()
         newest = loop.checkpoints.saved[-1]
         spent.append(newest.metadata.position["seconds"])
