@@ -22,8 +22,9 @@ from torch.utils import data as torch_data
 from ddpforge import compat
 from ddpforge.data.workers import reporting_context
 from ddpforge.errors import PluginError, StrategyError
+from ddpforge.features import activation_checkpointing, memory_tracker
 from ddpforge.strategies.fsdp.wrap_units import check_shardable
-from ddpforge.training import activation_checkpointing, blocks, memory_tracker
+from ddpforge.training import blocks
 
 NORMS = """
 recipe = 2

@@ -94,7 +94,7 @@ FAULTS = (
     ),
     Fault(
         "fp16: the host decides if buffers are restored",
-        "features/batchnorm.py",
+        "training/buffers.py",
         "if not self._values:",
         "if norm.isfinite().item():",
         (_waits("mlp fp16 single"),),
@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "bf16 on a GPU without autocast",
         "strategies/precision.py",
-        "return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)",
-        'return nullcontext() if self.dtype is None else torch.autocast("cpu", dtype=self.dtype)',
+        "self.forward = partial(torch.autocast, device.type, dtype=dtype)",
+        'self.forward = partial(torch.autocast, "cpu", dtype=dtype)',
         (_peak("gpt bf16 single"),),
     ),
     Fault(
@@ -292,8 +292,8 @@ FAULTS = (
     Fault(
         "the device's random numbers have no seed",
         "data/rng.py",
-        "device_kind(device).seed(seed, device)",
-        "pass",
+        "        kind.seed(seed, device)",
+        "        pass",
         (_part("seeds_reach_the_generator_of_the_rank_s_device"),),
     ),
     Fault(

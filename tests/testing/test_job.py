@@ -31,7 +31,8 @@ def test_pending_save_is_waited_for_when_ranks_disagree() -> None:
         raise job._Disagreement("on_step at step 4 is False on rank 0 and True on rank 1")
 
     parts = {"callbacks": {"a": Callback()}, "evaluator": SimpleNamespace(), "replica": SimpleNamespace(weights=None)}
-    trainer = SimpleNamespace(**parts, fit=fit, saving=SimpleNamespace(checkpoints=saving))
+    calls = SimpleNamespace(callbacks=parts["callbacks"])
+    trainer = SimpleNamespace(**parts, calls=calls, fit=fit, saving=SimpleNamespace(checkpoints=saving))
     site = SimpleNamespace(trainer=lambda tracker, folder: trainer)
     with pytest.raises(job._Disagreement):
         job._watched(cast(job.Site, site), "first", None)
