@@ -22,9 +22,8 @@ from torch.utils import data as torch_data
 from ddpforge import compat
 from ddpforge.data.workers import reporting_context
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.features import activation_checkpointing, memory_tracker
+from ddpforge.features import activation_checkpointing, block_forwards, memory_tracker
 from ddpforge.strategies.fsdp.wrap_units import check_shardable
-from ddpforge.training import blocks
 
 NORMS = """
 recipe = 2
@@ -102,7 +101,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    monkeypatch.setattr(blocks, "checkpointed", again.checkpointed)
+    monkeypatch.setattr(block_forwards, "checkpointed", again.checkpointed)
 
 
 def attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ BESIDE = {
     ),
     r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
 }
-LINES = 20_600  # of the kernel: it is read in a day
+LINES = 20_700  # of the kernel: it is read in a day
 
 
 def ring(module: str) -> str:
