@@ -181,8 +181,8 @@ class Attempt:
             init_from=init_from,
             begins=checkpoint is None,
             trained=checkpoint is not None and checkpoint.metadata.step > 0,
+            limits=self._halt,
         )
-        trainer.consensus.halt = self._halt
         if checkpoint:
             trainer.restore(checkpoint)
             self._reject_nothing_to_do(trainer)

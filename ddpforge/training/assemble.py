@@ -17,6 +17,7 @@ from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.errors import ForgeError, PluginError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.ranks.process_exit import forbid_sys_exit
+from ddpforge.ranks.run_limits import RunLimits
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checkpoint_saver import CheckpointSaver
@@ -50,6 +51,7 @@ def assemble(
     begins: bool = True,
     trained: bool = False,
     saving: CheckpointSaver | None = None,
+    limits: RunLimits | None = None,
 ) -> Trainer:
     """Returns a trainer for the built `parts`; no checkpoint is restored yet.
 
@@ -61,6 +63,7 @@ def assemble(
         begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
         trained: True if the run has trained steps before. If not, the first step is checked.
         saving: replaces the saver of checkpoints, e.g. for a trial that saves nothing.
+        limits: ends the run at a time, or if a file in its folder requests it; on rank 0.
 
     Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
@@ -96,6 +99,7 @@ def assemble(
         checkpoints=checkpoints,
         tracker=tracker,
         saving=saving,
+        limits=limits,
         shows=shows,
         first_checks=first_checks,
         features=features,

@@ -96,11 +96,13 @@ class Consensus:
     `agreed` is the newest result.
     """
 
-    def __init__(self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str]) -> None:
+    def __init__(
+        self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str], limits: RunLimits | None = None
+    ) -> None:
         """Prepares ballots; `cadences` are the names of the alarms that may ring, by rank 0's clock."""
         self._ranks, self._stop = ranks, stop
         self._ballot = ConsensusInputs([STOP, HALT, "end", *cadences])
-        self.halt: RunLimits = NoLimits()
+        self.halt: RunLimits = limits or NoLimits()
         self.agreed = Decision()
         self.every = 1  # steps between two ballots
         self.alarms: Sequence[Alarm] = ()

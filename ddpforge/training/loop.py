@@ -24,6 +24,7 @@ from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, Diverged
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World, device_kind
 from ddpforge.ranks import heartbeat
+from ddpforge.ranks.run_limits import RunLimits
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
@@ -78,6 +79,7 @@ class Trainer:
         checkpoints: Checkpoints,
         tracker: Tracker,
         saving: CheckpointSaver | None = None,
+        limits: RunLimits | None = None,
         shows: MediaLogger | None = None,
         first_checks: Sequence[FirstStepCheck] = (),
         features: Sequence[Feature] = (),
@@ -120,7 +122,7 @@ class Trainer:
 
         # decisions of all ranks
         self.stop = StopRequests()
-        self.consensus = Consensus(world.global_ranks, self.stop, [cadence.key for cadence in self.cadences])
+        self.consensus = Consensus(world.global_ranks, self.stop, [cadence.key for cadence in self.cadences], limits)
         self.nonfinite = NonfinitePolicy(recipe.train.on_nonfinite, replica)
         evaluator.looks = PeriodicCheck(self.consensus.poll)
 
