@@ -122,7 +122,8 @@ class Trainer:
 
         # decisions of all ranks
         self.stop = StopRequests()
-        self.consensus = Consensus(world.global_ranks, self.stop, [cadence.key for cadence in self.cadences], limits)
+        alarms = [cadence.key for cadence in self.cadences]
+        self.consensus = Consensus(world.global_ranks, self.stop, alarms, limits)
         self.nonfinite = NonfinitePolicy(recipe.train.on_nonfinite, replica)
         evaluator.looks = PeriodicCheck(self.consensus.poll)
 
