@@ -219,7 +219,7 @@ Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
 """Seeds the RNGs, runs model and task on a pass, and returns the summed loss and the outputs."""
 
 
-def _nobody_reads(norm: Tensor) -> None:
+def _ignore(norm: Tensor) -> None:
     """Does nothing: the default of `on_gradient`."""
 
 
@@ -274,7 +274,7 @@ class Replica(ABC):
         be finite on all ranks or on none. Must not synchronize host and device.
         """
 
-    on_gradient: Callable[[Tensor], None] = staticmethod(_nobody_reads)
+    on_gradient: Callable[[Tensor], None] = staticmethod(_ignore)
     """Function that `step` calls with the norm, before clipping; the trainer sets it if a callback reads gradients."""
 
     def gradients_by_name(self) -> Mapping[str, TensorShard]:
