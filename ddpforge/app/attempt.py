@@ -82,7 +82,7 @@ class _Failed:
 
     error: BaseException
     report: FailureRecord  # about the cause, which may be another rank's
-    speaks: bool  # True if this rank wrote it to the run's folder
+    wrote: bool  # True if this rank wrote it to the run's folder
     by_another: bool
 
 
@@ -144,7 +144,7 @@ class Attempt:
             for observer in self._observers:
                 life.push(partial(_end, observer))
             life.push(self._raise_cause)
-            life.push(self._part)
+            life.push(self._leave_group)
             life.push(cleanup(self._finish_trackers))
             try:
                 with process_exit.forbid_sys_exit():
@@ -155,7 +155,7 @@ class Attempt:
                     heartbeat.beat(heartbeat.END)
                     trainer.stop.over()
             except BaseException as error:
-                self._tell(error)  # before anything else ends: the other ranks wait for this report
+                self._report_failure(error)  # before anything else ends: the other ranks wait for this report
                 raise
         return Outcome(self.folder.path, self._status(self._state), self.world.is_rank_zero)
 
@@ -281,11 +281,11 @@ class Attempt:
     # -- after the last one
     def _finish_trackers(self, error: BaseException | None) -> None:
         if error is not None:
-            self._tell(error)
+            self._report_failure(error)
         tracker, self.tracker = self.tracker, Tracker()
         tracker.finish(state=self._state, summary=self.trainer.metrics if self.trainer else {})
 
-    def _part(self, _: object, error: BaseException | None, __: object) -> None:
+    def _leave_group(self, _: object, error: BaseException | None, __: object) -> None:
         """Leaves the process group once all ranks reach this point, and writes the final status."""
         if error is not None or self.trainer is None:
             return
@@ -298,16 +298,16 @@ class Attempt:
         """Raises the error that this rank shows instead of `error`: the cause, with the run's status attached."""
         if error is None:
             return
-        failed = self._tell(error)
+        failed = self._report_failure(error)
         raised = failed.error
         if failed.by_another:
             raised = self._peer_failure(failed)
-        self._attach(raised, self._status(self._state, failed.report), written_here=failed.speaks)
+        self._attach_status(raised, self._status(self._state, failed.report), written_here=failed.wrote)
         if raised is not error:
             raise raised from error
 
     # -- when something failed
-    def _tell(self, error: BaseException) -> _Failed:
+    def _report_failure(self, error: BaseException) -> _Failed:
         """Reports `error` to the other ranks and finds its cause; the first rank that failed writes it to the folder.
 
         Only the first call has an effect. Errors in here are only logged: they must not hide `error`, or the failure of
@@ -320,9 +320,9 @@ class Attempt:
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.record(error, exit_code_of(error)), isinstance(error, PeerFailed)
         heartbeat.mark_exited()
-        speaks = False
+        wrote = False
         if isinstance(error, OutOfMemory):  # the plan takes a while, and the other ranks must not wait for it
-            speaks = self._write_failure("failed", report)
+            wrote = self._write_failure("failed", report)
             for observer in self._observers:
                 error = observer.explain(error)
             report = self._failures.record(error, exit_code_of(error))
@@ -330,8 +330,8 @@ class Attempt:
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
         if isinstance(error, NoData):
             self._state = "preempted"
-        speaks = not is_peers and self._write_failure(self._state, cause or report, again=speaks)
-        self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
+        wrote = not is_peers and self._write_failure(self._state, cause or report, again=wrote)
+        self._failed = _Failed(error, cause or report, wrote=wrote, by_another=cause is not None)
         return self._failed
 
     def _write_failure(self, state: State, report: FailureRecord, *, again: bool = False) -> bool:
@@ -365,7 +365,7 @@ class Attempt:
         # The launcher prints the report of a watchdog last, after torchrun's messages.
         launcher_prints = is_launched() and not cause.self_reported
         prints_for_all = cause.rank == 0 and (
-            failed.speaks or (not cause.self_reported and self.world.global_ranks.rank == 1)
+            failed.wrote or (not cause.self_reported and self.world.global_ranks.rank == 1)
         )
         if launcher_prints or not (self.world.is_rank_zero or prints_for_all):
             return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_prints=launcher_prints)
@@ -373,7 +373,7 @@ class Attempt:
         error.exit_code = ExitCode(cause.exit_code)
         return error
 
-    def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
+    def _attach_status(self, error: BaseException, status: Status, *, written_here: bool) -> None:
         """Attaches the run's status to the exception. Rank 0 waits up to 2 s for the failing rank to write it."""
         deadline = time.monotonic() + (0.0 if written_here or not self.world.is_rank_zero else _WRITING)
         with suppress(ForgeError):
