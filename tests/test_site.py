@@ -222,6 +222,8 @@ QUERIES = {
     "read a checkpoint in python": "reference/api",
     "npz": "extend/format",
     "mpirun": "extend/environment",
+    "regularizer": "extend/feature",
+    "step timer": "extend/observer",
     "apple gpu": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",
