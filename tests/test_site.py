@@ -228,6 +228,8 @@ QUERIES = {
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",
     "GAN": "extend/research extend/loss",
+    "architecture": "concepts/architecture",
+    "code structure": "concepts/architecture",
     "benchmark": "concepts/performance",
     "exit codes": "reference/exit-codes",
     "glossary": "reference/glossary",
