@@ -28,11 +28,11 @@ ORDER = ("kernel", "features", "guard", "launch", "product", "tools", "recipe")
 PLACES = {
     "tools": (10, 10, 740, 84),
     "product": (10, 110, 740, 84),
-    "features": (10, 210, 220, 170),
-    "kernel": (260, 210, 240, 350),
+    "features": (10, 210, 220, 300),
+    "kernel": (260, 210, 240, 170),
+    "recipe": (260, 400, 240, 110),
     "guard": (530, 210, 220, 170),
-    "launch": (530, 400, 220, 160),
-    "recipe": (10, 400, 220, 160),
+    "launch": (530, 400, 220, 110),
 }
 LETTER = 7.3  # width of a letter, in pixels
 STYLE = """svg { --paper: #f6f8fa; --kernel: #ddf4ff; --ink: #1b1f24; --line: #8b949e; --hook: #0550ae; }
@@ -44,7 +44,7 @@ text { font: 13px system-ui, sans-serif; fill: var(--ink); } .name { font-weight
 
 
 def hooks() -> dict[str, list[str]]:
-    """Returns the entry-point groups by which the kernel reaches each ring; groups of components are one."""
+    """Returns the entry-point groups of each ring; those of components are one."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     found: dict[str, list[str]] = {name: [] for name in ORDER}
     for group, points in groups.items():
@@ -96,8 +96,6 @@ def drawn() -> str:
         lines = [("name", name), ("", size[name])]
         lines += [("hook", line) for group in [", ".join(given[name])] for line in wrap(group, letters)]
         lines += [("", line) for line in wrap(holds[name], letters)]
-        if len(lines) * 18 + 12 > height:
-            lines[1:2], lines[0] = [], ("name", f"{name}: {size[name]}")
         parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>')
         parts += [
             f'<text class="{style}" x="{x + 12}" y="{y + 24 + 18 * number}">{escape(line)}</text>'
@@ -107,7 +105,7 @@ def drawn() -> str:
         f"{name}, {size[name]}" for name in ORDER
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 570" width="760" height="570" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 520" width="760" height="520" role="img" '
         f'aria-label="{escape(title)}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
