@@ -1,5 +1,7 @@
 """Reads recipes, runs and checkpoints, and builds the stages of a run: the API of tools, ddpforge's own and others'.
 
+Authors of features and observers import their base classes from here, too.
+
     loaded = load_recipe("digits")
     problems = Problems(loaded)
     chosen = choose(loaded, Registry.installed(), problems, ranks=1)  # components without data and model
@@ -85,6 +87,8 @@ if TYPE_CHECKING:
     from ddpforge.runs.folder import snapshot as snapshot
     from ddpforge.runs.metrics import Row as Row
     from ddpforge.runs.metrics import read_metrics as read_metrics
+    from ddpforge.runs.observers import ObservedRun as ObservedRun
+    from ddpforge.runs.observers import RunObserver as RunObserver
     from ddpforge.runs.summary import Comparison as Comparison
     from ddpforge.runs.summary import RunSummary as RunSummary
     from ddpforge.runs.summary import differences as differences
@@ -99,6 +103,8 @@ if TYPE_CHECKING:
     from ddpforge.training.checks import check as check
     from ddpforge.training.checks import check_built as check_built
     from ddpforge.training.contract import contract_of as contract_of
+    from ddpforge.training.features import Assembled as Assembled
+    from ddpforge.training.features import Feature as Feature
     from ddpforge.training.loop import Trainer as Trainer
     from ddpforge.training.oom import explain_oom as explain_oom
     from ddpforge.training.optimizers import build_optimizer as build_optimizer
@@ -138,6 +144,7 @@ _MODULES = {
     "ddpforge.runs.environment": "world_size",
     "ddpforge.runs.folder": "RunFolder snapshot",
     "ddpforge.runs.metrics": "Row read_metrics",
+    "ddpforge.runs.observers": "ObservedRun RunObserver",
     "ddpforge.runs.summary": "Comparison RunSummary differences find_runs "
     "leading named_runs sorted_by summarize thinned",
     "ddpforge.training.updates": "batches_per_step tasks_by_update",
@@ -145,6 +152,7 @@ _MODULES = {
     "ddpforge.training.blocks": "find_blocks",
     "ddpforge.training.checks": "check check_built",
     "ddpforge.training.contract": "contract_of",
+    "ddpforge.training.features": "Assembled Feature",
     "ddpforge.training.loop": "Trainer",
     "ddpforge.training.oom": "explain_oom",
     "ddpforge.training.optimizers": "build_optimizer",

@@ -98,6 +98,14 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert first[1] == package.__version__
 
 
+def test_the_changelog_has_the_version_that_dropped_an_option() -> None:
+    rows = tomllib.loads((ROOT / "ddpforge/recipe/renamed.toml").read_text(encoding="utf-8"))["dropped"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)}
+    named |= {*re.findall(r"^This will be version (.+)\.$", changelog, re.MULTILINE)}
+    assert {row["since"] for row in rows} <= named
+
+
 # ---------------------------------------------------------------------------------------------- recipes, keys, code
 @each_page
 def test_recipes_load(page: Path, tmp_path: Path) -> None:

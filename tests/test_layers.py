@@ -30,7 +30,6 @@ LAYERS = [
     {"app.evaluate", "app.generation", "app.objects"},
     {"app.run"},
     {"app.attempt"},
-    {"app.memory_check"},
     {"app.build"},
     {"app"},
     {"watchdog"},

@@ -1,19 +1,11 @@
 """The kernel and the rings around it, read from the source: the kernel imports no ring above it, not even lazily."""
 
 import re
+from xml.etree import ElementTree
 
+from support.architecture import PACKAGE, ring, sizes
 from test_layers import MODULES, graph
 
-# Ring and the modules in it; the first pattern that matches decides. Modules that no pattern names are the kernel.
-RINGS = {
-    "tools": r"tools|testing|interop|pytest_options|app\.generation",
-    "launch": r"launchers|watchdog",
-    "guard": r"guard|strategies\.(parameter_guard|optimizer_probe)",
-    "features": r"features|data\.(mixture|sources|streams|token_limit|shard_reader)",
-    "product": r"api|cli|builtin|strategies\.(fsdp|tensor|pipeline|deepspeed)"
-    r"|app\.(api|evaluate|objects|prediction_tables)|__main__|fast_import",
-    "recipe": r"recipe|components",  # below the kernel: text to typed values, names to classes
-}
 # Arrows out of the kernel, each with its reason.
 ALLOWED: dict[tuple[str, str], str] = {
     ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
@@ -64,11 +56,6 @@ BESIDE = {
 LINES = 20_700  # of the kernel: it is read in a day
 
 
-def ring(module: str) -> str:
-    name = module.removeprefix("ddpforge").removeprefix(".")
-    return next((ring for ring, pattern in RINGS.items() if re.match(rf"({pattern})(\.|$)", name)), "kernel")
-
-
 def arrows() -> list[tuple[str, str]]:
     """Returns the imports of the kernel's modules from rings above the kernel."""
     return sorted(
@@ -92,8 +79,31 @@ def test_allowed_arrows_exist() -> None:
 
 def test_the_kernel_can_be_read_in_a_day() -> None:
     """Bounds the lines of the kernel: a feature belongs into a ring."""
-    count = {module: path.read_text(encoding="utf-8").count("\n") for module, path in MODULES.items()}
-    assert sum(lines for module, lines in count.items() if ring(module) == "kernel") <= LINES
+    assert sizes()["kernel"][1] <= LINES
+
+
+DOCS = PACKAGE.parent / "docs"
+
+
+def test_figures_of_the_page_about_the_architecture_are_those_of_the_code() -> None:
+    """With room, so that the page need not change with each commit; picture and page have the same figures."""
+    page = (DOCS / "concepts/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (\d+) files, ([\d,]+) lines \|", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == sizes().keys()
+    for name, *figures in rows:
+        for shown, counted in zip((int(one.replace(",", "")) for one in figures), sizes()[name], strict=True):
+            assert abs(shown - counted) <= max(3, 0.1 * counted), "run: python docs/architecture.py"
+
+
+def test_picture_of_the_architecture_is_valid_and_has_the_figures_of_its_page() -> None:
+    page = (DOCS / "concepts/architecture.md").read_text(encoding="utf-8")
+    root = ElementTree.parse(DOCS / "assets/architecture.svg").getroot()
+    drawn = "\n".join(root.itertext())
+    for name, size in re.findall(r"^\| (\w+) \| (\d+ files, [\d,]+ lines) \|", page, re.MULTILINE):
+        assert f"{name}\n" in drawn
+        assert size in drawn
+        assert f"{name}, {size}" in root.attrib["aria-label"]
+    assert "prefers-color-scheme: dark" in drawn
 
 
 def beside(module: str) -> list[str]:

@@ -201,6 +201,8 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
     "check": {"house-rules": PACKAGE},
     "command": {"house-tools": PACKAGE},
+    "feature": {"logit-penalty": PACKAGE},
+    "observer": {"step-times": PACKAGE},
     "format": {"npz-format": PACKAGE},
     "environment": {"my-cluster": PACKAGE},
     "device": {"my-npu": PACKAGE, 'device = "npu"': "needs an NPU: tests/app/test_device_plugin.py, on another device"},
@@ -287,6 +289,8 @@ PYTHON: dict[str, dict[str, str]] = {
     "command": {"# house_tools.py": "tests/cli/test_plugin_commands.py"},
     "device": {"# npu.py": "tests/app/test_device_plugin.py"},
     "environment": {"# openmpi.py": "tests/ranks/test_environment.py"},
+    "feature": {"# logit_penalty.py": "tests/training/test_features.py"},
+    "observer": {"# step_times.py": "tests/runs/test_observers.py"},
     "predict": {"denoised": ""},
     "language-models": {"sft-merged": SMOLLM},
 }

@@ -203,7 +203,9 @@ def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] =
     return chosen
 
 
-_HOOKS = tuple(f"ddpforge.{name}" for name in ("check", "command", "environment", "format"))  # not components
+_HOOKS = tuple(  # not components
+    f"ddpforge.{name}" for name in ("check", "command", "environment", "feature", "format", "observer")
+)
 
 
 def _groups(distribution: str) -> set[str] | None:
@@ -247,7 +249,13 @@ def _nothing_of(distribution: str, registry: Registry) -> UsageError:
                 "install it first, e.g. `pip install -e .`; to test a file, give its path, `./parts.py`",
             ],
         )
-    if any(group.startswith("ddpforge.") for group in groups):
+    ours = sorted(group for group in groups if group.startswith("ddpforge."))
+    if ours and {*ours} <= {*_HOOKS}:
+        return UsageError(
+            f"`{distribution}` has no components to test, only {', '.join(ours)}",
+            hints=["the kit tests components; docs/extend has an example of each other group"],
+        )
+    if ours:
         return UsageError(f"`{distribution}` is disabled by DDPFORGE_DISABLE_PLUGINS", hints=["unset this variable"])
     return UsageError(
         f"`{distribution}` is installed, but has no entry points for ddpforge",

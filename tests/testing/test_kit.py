@@ -345,6 +345,18 @@ def test_entry_points_in_unknown_groups_are_reported(
         assert text in result.stderr
 
 
+def test_distribution_with_hooks_only_has_nothing_to_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of hooks are known; a component next to them is tested."""
+    hooks = {"ddpforge.feature": {"one": "halves:One"}, "ddpforge.observer": {"two": "halves:Two"}}
+    install(folder / "site", "hooked", hooks, modules={"halves.py": PARTS})
+    install(folder / "site", "both", {**hooks, "ddpforge.schedule": {"half": "halves:half"}})
+    monkeypatch.syspath_prepend(folder / "site")
+    result = invoke("hooked")
+    assert result.exit_code == 2
+    assert "`hooked` has no components to test, only ddpforge.feature, ddpforge.observer" in result.stderr
+    assert invoke("both", "--quick").exit_code == 0
+
+
 def test_disabled_distribution_is_reported(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "halves_dist")
     result = invoke("halves-dist")

@@ -1,0 +1,87 @@
+"""Features come by entry points: ddpforge's own, and those of plugins, which errors name."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_distributions import forgetting_modules_below, install
+from support.forked import in_ranks, refused
+
+from ddpforge import api
+from ddpforge.app.run import run
+from ddpforge.errors import PluginError
+from ddpforge.features.installed import FEATURES
+from ddpforge.training import features
+
+PAGE = Path(__file__).parents[2] / "docs/extend/feature.md"
+LOGIT_PENALTY = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+SETS = ["train.length=2st", "track.every=1st", 'schedule={use="constant"}', "~checkpoint.keep", "train.device=cpu"]
+
+
+def plugin(site: Path, code: str, target: str) -> None:
+    points = {"ddpforge.feature": {"mine": f"logit_penalty:{target}"}}
+    install(site, "logit-penalty", points, modules={"logit_penalty.py": code})
+
+
+def rows(folder: Path, ranks: int, *site: Path) -> list[dict[str, Any]]:
+    """Returns the rows of two steps of `digits`, with the features in `site`."""
+
+    def rank(_: int) -> None:
+        sys.path[:0] = map(str, site)
+        run("digits", sets=SETS, out=folder)
+
+    in_ranks(ranks, rank)
+    return [dict(row) for row in api.read_metrics(folder / "digits") if "train/loss" in row]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_feature_of_a_plugin_adds_to_the_loss_and_logs_totals_of_all_ranks(tmp_path: Path, ranks: int) -> None:
+    plugin(tmp_path / "site", LOGIT_PENALTY, "LogitPenalty")
+    plain = rows(tmp_path / "plain", ranks)
+    penalised = rows(tmp_path / "penalised", ranks, tmp_path / "site")
+    assert "train/squared_logits" not in plain[0]
+    classes, strength = 10, 1e-3
+    added = strength * classes * penalised[0]["train/squared_logits"]
+    assert added > 1e-5
+    assert penalised[0]["train/loss"] == pytest.approx(plain[0]["train/loss"] + added, abs=1e-6)
+    assert abs(penalised[0]["train/grad_norm"] - plain[0]["train/grad_norm"]) > 1e-6
+
+
+def test_ddpforges_own_features_come_before_those_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin(tmp_path, LOGIT_PENALTY, "LogitPenalty")
+    monkeypatch.syspath_prepend(tmp_path)
+    with forgetting_modules_below(tmp_path):
+        found = [one.__name__ for one in features._classes()]
+    assert found[: len(FEATURES)] == [one.__name__ for one in FEATURES]
+    assert "LogitPenalty" in found[len(FEATURES) :]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
+        ("Mine = 3", "is not a subclass of `Feature`, nor a list of them"),
+        ("Mine = [int]", "is not a subclass of `Feature`, nor a list of them"),
+    ],
+    ids=["import", "no class", "no features"],
+)
+def test_a_broken_feature_is_an_error_of_the_environment_that_names_its_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    plugin(tmp_path, code, "Mine")
+    monkeypatch.syspath_prepend(tmp_path)
+    with forgetting_modules_below(tmp_path):
+        message = refused(PluginError, lambda: list(features._classes()))
+    assert f"`mine` of logit-penalty (ddpforge.feature) {said}" in message
+    assert "DDPFORGE_DISABLE_PLUGINS=logit-penalty" in message
+
+
+def test_only_overridden_methods_of_features_are_called() -> None:
+    class After(features.Feature):
+        def after_step(self) -> bool:
+            return True
+
+    one = After()
+    assert features.methods_of([features.Feature(), one], "after_step") == (one.after_step,)
+    assert features.methods_of([features.Feature(), one], "before_pass") == ()
