@@ -17,16 +17,13 @@ LEFT = {
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
     ("app.build", "data.token_limit"),
-    ("data.batch_assignment", "data.token_limit"),
     ("data.fetching", "data.shard_reader"),
     ("data.fetching", "data.sources"),
     ("data.fetching", "data.streams"),
-    ("data.fetching", "data.token_limit"),
     ("strategies", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.parameter_guard"),
     ("training.loaders", "data.streams"),
-    ("training.stages", "data.token_limit"),
 }
 # Modules that tools and commands import besides `ddpforge.api`, public contracts and each other, each with the reason.
 TOOLS = r"tools|testing|interop|cli|pytest_options"

@@ -18,15 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.data.collating import BatchKeys
-from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 
-__all__ = ["AssignmentTerms", "BatchAssigner", "Even", "MicroBatch", "RankShare", "Request", "end_of_epochs"]
+__all__ = ["AssignmentTerms", "BatchAssigner", "Divider", "Even", "MicroBatch", "RankShare", "Request", "end_of_epochs"]
 
 _BLOCK = 1 << 12  # samples whose order is computed in one vectorized call
 _LONGEST = 1 << 40  # maximum steps in the bisection
 _FEW = 100  # steps of an order without epochs whose sizes are tried
+
+
+class Divider(Protocol):
+    """Divides the samples of a step into micro-batches by their lengths."""
+
+    def divide(self, ids: NDArray[Any], mine: range, shards: int, *, most: int) -> list[tuple[NDArray[Any], int]]:
+        """Returns the micro-batches of a step with the samples `ids`: places in the step, and their number.
+
+        Only those of the shards `mine`, of `shards` shards, which all have the same number of micro-batches; each has
+        at most `most` samples. A padding sample has the number 0.
+        """
 
 
 class RankShare(NamedTuple):
@@ -63,7 +73,7 @@ class RankShare(NamedTuple):
             found += [range(a, b) for a, b in pairwise(cuts)]
         return found
 
-    def divide(self, ids: NDArray[Any], limit: TokenLimit) -> list[tuple[NDArray[Any], int]]:
+    def divide(self, ids: NDArray[Any], limit: Divider) -> list[tuple[NDArray[Any], int]]:
         """Returns this rank's micro-batches of a step with the samples `ids`, divided by their lengths.
 
         Each is an array of places within the step, and the number of its samples: 0 for a padding sample.
@@ -133,7 +143,7 @@ class AssignmentTerms:
     seed: int
     drop_last: bool
     keys: BatchKeys = field(default_factory=BatchKeys)  # of a batch that is a mapping
-    limit: TokenLimit | None = None  # of the tokens of a micro-batch; not for streams
+    limit: Divider | None = None  # divides each step by the lengths of samples; not for streams
 
 
 class SampleBlock(Protocol):

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
+from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, Divider, MicroBatch, RankShare, Request
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.sources import JoinedSources, ShardedSources, Sources
 from ddpforge.data.streams import Stream, is_stream, loader_in
-from ddpforge.data.token_limit import TokenLimit
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
 from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.interfaces import BatchSampler, Sequential, ShardedDataset, SourceSampler, mix
@@ -302,11 +301,11 @@ def open_data(
     pin: bool,
     patience: float = 0.0,
     keys: BatchKeys = _WHOLE_BATCH,
-    limit: TokenLimit | None = None,
+    limit: Divider | None = None,
 ) -> Batches:
     """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
 
-    `limit`: the largest number of tokens of a micro-batch, not for streams.
+    `limit` divides the samples of each step, not for streams.
 
     Raises:
         PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch

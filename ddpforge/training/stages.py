@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpforge.data import Batches
-    from ddpforge.data.token_limit import TokenLimit
+    from ddpforge.data.batch_assignment import Divider
     from ddpforge.training.contract import ParameterCount
 
 __all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of", "source_components"]
@@ -93,7 +93,7 @@ class Built(Chosen):
     model: nn.Module
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules
-    limit: TokenLimit | None = None  # of the tokens of a micro-batch
+    limit: Divider | None = None  # divides the samples of a step by their lengths
     names: DataNames = field(default_factory=DataNames)  # of the training data
 
 
