@@ -1,5 +1,6 @@
 """Loader processes: resources are checked before they start; batches that they cannot send are errors."""
 
+import multiprocessing
 import resource
 import shutil
 import tempfile
@@ -95,6 +96,8 @@ def test_a_system_error_in_a_loader_process_raises_an_error_on_the_rank(
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
+    # A process keeps its first temporary folder, which another test may have made.
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
     monkeypatch.setattr(fetching, "refuse_missing_resources", lambda *_: None)
     with pytest.raises(SetupError, match="could not send a micro-batch: OSError: AF_UNIX path too long"):
         fetched(Rows())
