@@ -11,12 +11,13 @@ from typing import Any
 
 from ddpforge.components.errors import innermost
 from ddpforge.components.installed import normalised
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, SetupError
 from ddpforge.secret_redaction import redact
 
 __all__ = ["Hook", "found", "hooks"]
 
 _DISABLED = "DDPFORGE_DISABLE_PLUGINS"
+_WITH_OWN = {"check", "environment", "feature", "format", "observer"}  # groups in which ddpforge has entry points
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,17 @@ def hooks(group: str) -> tuple[Any, ...]:
 
 
 def found(group: str) -> tuple[Hook, ...]:
-    """Returns the entry points of a group as `hooks` does, without importing their code."""
-    return _found(f"ddpforge.{group}", tuple(sys.path), os.environ.get(_DISABLED, ""))
+    """Returns the entry points of a group as `hooks` does, without importing their code.
+
+    Raises SetupError if ddpforge's own are not installed: without them a run would have no checks and no watchdog.
+    """
+    points = _found(f"ddpforge.{group}", tuple(sys.path), os.environ.get(_DISABLED, ""))
+    if group in _WITH_OWN and not any(point.is_own for point in points):
+        raise SetupError(
+            f"this installation of ddpforge has no entry points in the group ddpforge.{group}",
+            hints=["install ddpforge again; a clone: pip install -e ."],
+        )
+    return points
 
 
 @cache

@@ -10,6 +10,7 @@ from support.forked import refused
 from support.small_recipe import CODE, RECIPE
 from support.stages import ALONE, dealt, staged
 
+from ddpforge.components.hooks import hooks
 from ddpforge.errors import ExitCode, PluginError, RecipeError, SetupError
 from ddpforge.training.checks import STAGES, check_first_step, checks_of
 
@@ -123,7 +124,9 @@ def test_a_stage_that_does_not_exist_is_refused_with_all_stages(plugin: Installe
 
 def test_an_installation_without_checks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "ddpforge")
-    assert "has no checks | install ddpforge again" in refused(SetupError, lambda: list(checks_of("chosen")))
+    said = refused(SetupError, lambda: list(checks_of("chosen")))
+    assert "has no entry points in the group ddpforge.check | install ddpforge again" in said
+    assert "ddpforge.environment" in refused(SetupError, lambda: hooks("environment"))  # without it, no watchdog
 
 
 def test_each_check_is_registered_once_and_has_one_parameter() -> None:
