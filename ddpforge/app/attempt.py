@@ -452,5 +452,5 @@ def trackers_of(parts: Chosen, observers: Sequence[RunObserver], record: JSONLTr
     ours["shown"] = MediaFiles()
     for observer in observers:
         if (tracker := observer.tracker()) is not None:
-            ours[type(observer).__name__] = tracker
+            ours[type(tracker).__name__.lower()] = tracker
     return TrackerGroup(ours | dict(parts.trackers))

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import omits_weights
-from ddpforge.errors import ForgeError, PluginError, recipe_faults
+from ddpforge.errors import ForgeError, PluginError, UsageError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.ranks.run_limits import RunLimits
@@ -24,7 +24,7 @@ from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import check_first_step, check_together, compare_built
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.features import Assembled, Feature, features_of, rework
+from ddpforge.training.features import Assembled, Feature, features_of, merged, rework
 from ddpforge.training.initial_weights import load_initial
 from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
@@ -143,7 +143,14 @@ def assemble_evaluator(
 # ---------------------------------------------------------------------------------------------- parts of both
 def _callbacks_of(parts: Dealt, features: Sequence[Feature]) -> dict[str, Callback]:
     """Returns the callbacks of features and of the task, by name; they are called before those of the recipe."""
-    found = {name: one for feature in features for name, one in feature.callbacks().items()}
+    found = merged([feature.callbacks() for feature in features], "callback")
+    if taken := found.keys() & parts.callbacks.keys():
+        name = min(taken)
+        raise UsageError(
+            f"the callback `{name}` has the name under which checkpoints hold a part of the task",
+            hints=["give the callback another name"],
+            key=f"callbacks.{name}",
+        )
     return {**found, OF_TASK: parts.task.callback} if parts.task.callback else found
 
 

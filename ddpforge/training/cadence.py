@@ -60,11 +60,6 @@ class Stopwatch:
         self.steps = self.samples = 0
         self._began = self._clock()
 
-    def add(self, samples: int) -> None:
-        """Adds a step of `samples` samples over all ranks."""
-        self.steps += 1
-        self.samples += samples
-
     @property
     def seconds(self) -> float:
         """Returns the wall time of the window so far."""

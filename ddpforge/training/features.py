@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from ddpforge.components.hooks import found as installed
+from ddpforge.errors import PluginError
 from ddpforge.interfaces import Callback
 
 if TYPE_CHECKING:
@@ -41,9 +42,13 @@ __all__ = [
     "change_built",
     "declared_modules",
     "features_of",
+    "merged",
     "methods_of",
+    "only_one",
     "rework",
 ]
+
+X = TypeVar("X")
 
 GlobalBatch: TypeAlias = "tuple[MicroBatch, Iterable[MicroBatch]]"
 """This rank's first micro-batch of a global batch, and all its micro-batches."""
@@ -195,7 +200,7 @@ def _classes() -> Iterator[type[Feature]]:
 
 def declared_modules(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
     """Returns the modules that the features of a task declare, by name."""
-    return {name: module for one in _classes() for name, module in one.declared_modules(task, model).items()}
+    return merged([one.declared_modules(task, model) for one in _classes()], "module")
 
 
 def change_built(model: nn.Module, train: TrainSection) -> None:
@@ -219,3 +224,25 @@ def features_of(run: Assembled) -> list[Feature]:
 def methods_of(features: Iterable[Feature], method: str) -> tuple[Any, ...]:
     """Returns the bound `method` of each feature that overrides it."""
     return tuple(getattr(one, method) for one in features if getattr(type(one), method) is not getattr(Feature, method))
+
+
+def only_one(features: Iterable[Feature], method: str, *arguments: Any) -> Any:
+    """Returns the result of `method` of the only feature that returns one; None if none does.
+
+    Raises PluginError if several do: each would replace the other.
+    """
+    found = [result for call in methods_of(features, method) if (result := call(*arguments)) is not None]
+    if len(found) > 1:
+        names = " and ".join(type(one).__name__ for one in found)
+        raise PluginError(f"two features replace the same part of a step (`{method}`): {names}")
+    return found[0] if found else None
+
+
+def merged(parts: Iterable[Mapping[str, X]], noun: str) -> dict[str, X]:
+    """Returns the entries of all `parts`; raises PluginError if two have the same name."""
+    found: dict[str, X] = {}
+    for part in parts:
+        if taken := found.keys() & part.keys():
+            raise PluginError(f"two features have a {noun} with the name `{min(taken)}`")
+        found |= part
+    return found

@@ -37,7 +37,7 @@ from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import FirstStepCheck, check_together
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.features import Feature, TakesSteps, methods_of
+from ddpforge.training.features import Feature, TakesSteps, methods_of, only_one
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
@@ -151,13 +151,12 @@ class Trainer:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
         replica, optimizer = self.replica, self.optimizer
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
-        around = methods_of(self._features, "around_update")
         return {
             update: Stepper(
                 self.world,
                 replica,
                 task,
-                next(filter(None, (one(optimizers[update]) for one in around)), None),
+                only_one(self._features, "around_update", optimizers[update]),
                 seed=self._recipe.train.seed,
                 stateful=self._stateful,
                 features=self._features,
@@ -172,9 +171,8 @@ class Trainer:
         wrapped: dict[str, TakesSteps] = {**self._steppers}
         for around in methods_of(self._features, "around_stepper"):
             wrapped = {update: around(stepper) for update, stepper in wrapped.items()}
-        for combine in methods_of(self._features, "combine"):
-            wrapped[""] = combine(wrapped, self._draw)
-        return wrapped[""]
+        several: TakesSteps | None = only_one(self._features, "combine", wrapped, self._draw)
+        return several or wrapped[""]
 
     # ------------------------------------------------------------------------------------------ the run
     def restore(self, checkpoint: CheckpointReader) -> None:

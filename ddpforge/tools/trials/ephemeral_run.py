@@ -120,6 +120,9 @@ class _NotSaving(CheckpointSaver):
     def reserve(self) -> None:
         """Does nothing, because nothing is copied."""
 
+    def before_update(self) -> None:
+        """Does nothing, because nothing is copied."""
+
     def wait_for_pending(self, *, last: bool = False) -> None:
         """Does nothing, because nothing is being written."""
 
