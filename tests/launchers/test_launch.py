@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from ddpforge.launchers.exit_record import ExitRecords, LaunchExit, RankDeath
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
 from ddpforge.launchers.torchrun import torchrun_command
+from ddpforge.testing.ranks import reserved_port
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -52,18 +52,16 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 
 # ---------------------------------------------------------------------------------------------- real launchers
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Returns a shell's environment without a configuration of Accelerate, with this installation first on the PATH."""
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Yields a shell's environment without a configuration of Accelerate, with this installation first on the PATH."""
     (tmp_path / "tiny.toml").write_text(RECIPE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HF_HOME": str(tmp_path / "huggingface"),
-        "PET_MASTER_PORT": str(port),  # torchrun's --master-port
-        "OMP_NUM_THREADS": "1",
-    }
+    with reserved_port() as port:
+        yield os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "HF_HOME": str(tmp_path / "huggingface"),
+            "PET_MASTER_PORT": str(port),  # torchrun's --master-port
+            "OMP_NUM_THREADS": "1",
+        }
 
 
 @pytest.fixture
