@@ -24,7 +24,7 @@ run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 # The cores are busy all the time: what is beside the tests of runs takes what these leave while they wait for ranks.
-test: $(VENV)/installed    ## style, types, tests and those of the plugins, in about ten minutes on two cores
+test: $(VENV)/installed    ## style, types, tests and those of the plugins, in a quarter of an hour on two cores
 	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
 	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
 
