@@ -18,7 +18,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -117,7 +117,7 @@ def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items()}
 
 
-def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
+def _copies(files: Mapping[Path, Path]) -> tuple[dict[Path, str], dict[str, Path]]:
     """Returns the name of the copy of each file, and the source of each copy, imported neighbours included.
 
     A copy and the copies of its neighbours are in the same folder, as the originals are.
@@ -125,10 +125,10 @@ def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
     # A new file never renames the copies of others: the resolved recipe contains these names, and would change.
     named: dict[Path, str] = {}
     copies: dict[str, Path] = {}
-    for file in files:
-        together = [file, *neighbours(file)]
+    for file, base in files.items():
+        together = {file.name: file, **neighbours(file, base)}
         for folder in chain(["code"], (f"code/{number}" for number in count(1))):
-            mine = {f"{folder}/{each.relative_to(file.parent).as_posix()}": each for each in together}
+            mine = {f"{folder}/{place}": each for place, each in together.items()}
             if all(copies.get(name, each) == each for name, each in mine.items()):
                 break
         copies |= mine

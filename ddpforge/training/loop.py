@@ -324,7 +324,7 @@ class Trainer:
         """Takes one step; returns this rank's totals: the losses and, with `measure`, the task's metrics."""
         self._shows.step = step
         heartbeat.enter_step(step)
-        self.calls.step = step
+        self.calls.step = self.task.step_of_run = step
         self._rates.set(step - 1, self.calls.lr_factor() if self.calls.sets_rates else 1.0)
 
         self._drawn = []
