@@ -110,6 +110,16 @@ def launch(
     if dry_run == 0:
         click.echo(start.shown())
         return
+    if start.finished:
+        from ddpforge.cli.run import what_next
+        from ddpforge.runs.folder import in_words
+        from ddpforge.runs.resume import FINISHED
+
+        click.echo(FINISHED % start.folder.path, err=True)
+        click.echo(json.dumps(start.finished) if as_json else f"{start.folder.path}: {in_words(start.finished)}")
+        for line in () if as_json else what_next(start.folder, "done"):
+            click.echo(line, err=True)
+        return
     started = start.run()
     if started.unreported:
         complain(started.unreported)

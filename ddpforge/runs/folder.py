@@ -102,6 +102,13 @@ class RecipeSnapshot(TypedDict):
     local_files: dict[str, bytes]
 
 
+def in_words(status: "Status") -> str:
+    """Returns a status in one line: state, step and evaluation metrics."""
+    metrics = {name: value for name, value in status["metrics"].items() if name.startswith("eval/")}
+    numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
+    return f"{status['state']} at step {status['step']}{numbers}"
+
+
 def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
     """Reads a recipe and its local code now: the recipe may be in a folder that is about to be renamed."""
     named, copies = _copies(loaded.local_files())

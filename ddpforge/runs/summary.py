@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.runs.changes import flattened
+from ddpforge.runs.environment import without_launcher
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.runs.metrics import Row, latest_rows, read_metrics
 
@@ -30,6 +31,7 @@ __all__ = [
     "leading",
     "named_runs",
     "notable",
+    "rank_of_key",
     "sorted_by",
     "summarize",
     "thinned",
@@ -268,8 +270,19 @@ def _kind(run: RunSummary) -> tuple[str, str]:
 def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     from ddpforge.recipe.schema import Resume, resume_policy
 
+    return [key for key in _different(recipes) if resume_policy(key) is not Resume.NOT_TRAINING]
+
+
+def _different(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys with different values: components first, then learning rates and seeds."""
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    return [key for key in keys if _differs(key, recipes) and resume_policy(key) is not Resume.NOT_TRAINING]
+    return sorted((key for key in keys if _differs(key, recipes)), key=rank_of_key)
+
+
+def rank_of_key(key: str) -> int:
+    """Returns the place of a recipe's key in tables: `use`, learning rates, seeds, then all others."""
+    last = key.rpartition(".")[2]
+    return ("use", "lr", "seed").index(last) if last in ("use", "lr", "seed") else 3
 
 
 def _differs(key: str, recipes: Sequence[Mapping[str, Any]]) -> bool:
@@ -298,6 +311,8 @@ P = TypeVar("P", bound=tuple[float, float])
 class Comparison:
     """Differences between runs: for each key the value in every run, None if a run lacks it.
 
+    `recipe` has the options of a component only if runs with this component differ in them; `environment` has no
+    variables in which a launcher numbers its processes, except for WORLD_SIZE.
     `metrics` has the last value of every metric. An evaluation metric with a known direction (lower or higher is
     better) also has its best value, as "eval/loss (best)".
     """
@@ -319,7 +334,7 @@ def compare(folders: Sequence[RunFolder], rows: Sequence[Sequence[Row]] | None =
     measured = [_summary(mine) for mine in (rows if rows is not None else map(_rows, folders))]
     return Comparison(
         runs=[str(folder.path) for folder in folders],
-        recipe=_unlike([{key: value for key, value in one.items() if key not in _PLACE} for one in recipes]),
+        recipe={key: [one.get(key) for one in recipes] for key in _different(recipes) if key not in _PLACE},
         code=_unlike([_code(folder) for folder in folders]),
         environment=_unlike([_environment(folder) for folder in folders]),
         metrics={name: [one.get(name) for one in measured] for name in _keys(measured)},
@@ -342,7 +357,8 @@ def _code(folder: RunFolder) -> dict[str, str]:
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
-    return {key: value for key, value in flattened(folder.surroundings()).items() if key not in _MOMENT}
+    known = without_launcher(folder.surroundings())
+    return {key: value for key, value in flattened(known).items() if key not in _MOMENT}
 
 
 # ---------------------------------------------------------------------------------------------- metrics

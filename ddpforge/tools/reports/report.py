@@ -17,6 +17,7 @@ from ddpforge import __version__, disk
 from ddpforge.api import CheckpointFolder, Comparison, Row, RunFolder, RunSummary, flattened, read_metrics, summarize
 from ddpforge.api import CheckpointRow as Checkpoint
 from ddpforge.runs.checkpoints import rows as checkpoints_of
+from ddpforge.runs.environment import without_launcher
 from ddpforge.runs.media import FOLDER, step_of
 from ddpforge.runs.summary import compare
 from ddpforge.tools.reports.charts import Chart, charts, skipped
@@ -114,7 +115,7 @@ def gather(folders: Sequence[RunFolder]) -> RunReport:
 
 
 def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
-    environment = folder.surroundings()
+    environment = without_launcher(folder.surroundings())
     files = _shown_files(folder)
     shown = list(_shown(folder.path / "shown", files, room))
     return ReportedRun(
@@ -125,7 +126,7 @@ def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
         skipped=list(skipped(rows)),
         hours={row["step"]: round((row["time"] - rows[0]["time"]) / 3600, 5) for row in rows},
         recipe=list(_recipe(folder, environment.get("command", []))),
-        environment=list(flattened({key: value for key, value in environment.items() if key != "command"}).items()),
+        environment=[(key, value) for key, value in flattened(environment).items() if key != "command"],
         checkpoints=checkpoints_of(CheckpointFolder(folder.checkpoints, folder)) if folder.checkpoints.is_dir() else [],
         shown=shown,
         left_out=len(files) - len(shown),
