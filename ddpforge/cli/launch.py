@@ -112,11 +112,10 @@ def launch(
         return
     if start.finished:
         from ddpforge.cli.run import what_next
-        from ddpforge.runs.folder import in_words
-        from ddpforge.runs.resume import FINISHED
 
-        click.echo(FINISHED % start.folder.path, err=True)
-        click.echo(json.dumps(start.finished) if as_json else f"{start.folder.path}: {in_words(start.finished)}")
+        more = "--fresh trains it from scratch, a longer train.length continues it"
+        click.echo(f"{start.folder.path} is finished; {more}", err=True)
+        click.echo(json.dumps(start.finished) if as_json else start.result())
         for line in () if as_json else what_next(start.folder, "done"):
             click.echo(line, err=True)
         return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -159,7 +161,8 @@ class Registry:
         with _importing(location, file, None if entry else base, broken):
             if not file and is_beside_a_recipe(location):
                 raise ModuleNotFoundError(f"No module named {location!r}", name=location.partition(".")[0])
-            module = import_file(file, base.resolve()) if file else importlib.import_module(location)
+            with _without_warnings() if entry else nullcontext():  # those of the user's own code are shown
+                module = import_file(file, base.resolve()) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
                 component = getattr(component, name, _ABSENT)
@@ -327,6 +330,19 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 
 
 # ---------------------------------------------------------------------------------------------- importing
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppresses what libraries warn of, in logs or otherwise, while they are imported: no user can act on it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 @contextmanager
 def _importing(
     location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]

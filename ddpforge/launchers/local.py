@@ -21,7 +21,7 @@ from ddpforge.launchers.store import store_at
 from ddpforge.launchers.torchrun import names_rendezvous, torchrun_command, variables_for
 from ddpforge.ranks.run_limits import STARTED, seconds_of
 from ddpforge.recipe.run_plan import StepWindow
-from ddpforge.runs.folder import RunFolder, Status, snapshot
+from ddpforge.runs.folder import RunFolder, Status, in_words, snapshot
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
@@ -87,6 +87,11 @@ class LocalLaunch:
         if folder.status_version() != before:
             ended, failure = _as_written(ended, folder), folder.read_failure()
         return LaunchResult(ended, folder, _unreported(ended, folder, failure))
+
+    def result(self) -> str:
+        """Returns the result of a run that has finished, as the run printed it."""
+        assert self.finished is not None
+        return f"{self.folder.path}: {in_words(self.finished)}"
 
     def shown(self) -> str:
         """Returns the command with its environment variables, as a line for a shell."""

@@ -44,7 +44,7 @@ from ddpforge import disk
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.machine import is_locked
-from ddpforge.runs.environment import describe_environment
+from ddpforge.runs.environment import describe_environment, without_launcher
 from ddpforge.runs.metrics import renamed_metric
 
 if TYPE_CHECKING:
@@ -461,10 +461,14 @@ class RunFolder:
                 hints=["remove it: a run's folder has only files and folders; only `checkpoints` may be a link"],
             )
 
-    def surroundings(self) -> dict[str, Any]:
-        """Returns `env.json`: command, packages, commit and variables of the last attempt; empty before the first."""
+    def surroundings(self, *, launcher: bool = True) -> dict[str, Any]:
+        """Returns `env.json`: command, packages, commit and variables of the last attempt; empty before the first.
+
+        With `launcher=False`, without variables in which a launcher numbers or places its processes.
+        """
         path = self.path / "env.json"
-        return dict(_read(path, _Environment)) if os.path.lexists(path) else {}
+        found = dict(_read(path, _Environment)) if os.path.lexists(path) else {}
+        return found if launcher else without_launcher(found)
 
     def status_version(self) -> int | None:
         """Returns a number that changes with each write of the status; None if there is no status."""

@@ -22,8 +22,6 @@ __all__ = ["OpenedRun", "finished_before", "is_finished", "open_folder", "warn_r
 
 log = logging.getLogger("ddpforge")
 
-FINISHED = "%s is finished; --fresh trains it from scratch, a longer train.length continues it"
-
 
 @dataclass(frozen=True)
 class OpenedRun:
@@ -58,7 +56,7 @@ def open_folder(
     changes = recipe_changes(folder.tables(), now)
     edited = _edited(folder, snapshot)
     if _is_finished(folder, earlier, changes, edited):
-        log.info(FINISHED, folder.path)
+        log.info("%s is finished; --fresh trains it from scratch, a longer train.length continues it", folder.path)
         return OpenedRun(token, result=earlier)
 
     claims.enter_context(folder.claim())

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.runs.changes import flattened
-from ddpforge.runs.environment import without_launcher
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.runs.metrics import Row, latest_rows, read_metrics
 
@@ -357,8 +356,8 @@ def _code(folder: RunFolder) -> dict[str, str]:
 
 
 def _environment(folder: RunFolder) -> dict[str, Any]:
-    known = without_launcher(folder.surroundings())
-    return {key: value for key, value in flattened(known).items() if key not in _MOMENT}
+    known = flattened(folder.surroundings(launcher=False))
+    return {key: value for key, value in known.items() if key not in _MOMENT}
 
 
 # ---------------------------------------------------------------------------------------------- metrics

@@ -271,6 +271,17 @@ def test_error_names_a_missing_requirement_and_the_line_that_imports_it(site: Pa
     assert Registry.installed().load("model", "sound").__name__ == "Net"
 
 
+def test_warnings_of_a_plugins_import_are_not_shown_but_those_of_local_code_are(
+    site: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import logging\nlogging.getLogger('a_library').warning('deprecated')\nclass Net: ..."
+    install(site, "loud", {"ddpforge.model": {"loud": "loud_plugin:Net"}}, modules={"loud_plugin.py": text})
+    Registry.installed().load("model", "loud")
+    assert caplog.messages == []
+    Registry.installed().load("model", f"./{write(folder / 'loud_here.py', text).name}:Net", folder)
+    assert caplog.messages == ["deprecated"]
+
+
 def test_error_shows_how_to_name_a_file_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     write(tmp_path / "mine" / "net.py", "class Net: ...")

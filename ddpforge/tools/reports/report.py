@@ -17,7 +17,6 @@ from ddpforge import __version__, disk
 from ddpforge.api import CheckpointFolder, Comparison, Row, RunFolder, RunSummary, flattened, read_metrics, summarize
 from ddpforge.api import CheckpointRow as Checkpoint
 from ddpforge.runs.checkpoints import rows as checkpoints_of
-from ddpforge.runs.environment import without_launcher
 from ddpforge.runs.media import FOLDER, step_of
 from ddpforge.runs.summary import compare
 from ddpforge.tools.reports.charts import Chart, charts, skipped
@@ -115,7 +114,7 @@ def gather(folders: Sequence[RunFolder]) -> RunReport:
 
 
 def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
-    environment = without_launcher(folder.surroundings())
+    environment = folder.surroundings(launcher=False)
     files = _shown_files(folder)
     shown = list(_shown(folder.path / "shown", files, room))
     return ReportedRun(

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,  # noqa: F401 - its libraries warn at their import; while a component is imported, this is not shown
 )
 from transformers.pytorch_utils import Conv1D
 
