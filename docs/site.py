@@ -41,6 +41,8 @@ def build() -> Path:
     for page in site.rglob("*.html"):
         own = relpath(site / "docs/assets/iframe-worker.js", page.parent)
         page.write_text(page.read_text(encoding="utf-8").replace(SHIM, own), encoding="utf-8")
+    (worker,) = site.glob("assets/javascripts/workers/search.*.js")
+    shutil.copy(ROOT / "docs/assets/search.js", worker)
     _write_for_tools(pages, site)
     return site
 
