@@ -64,12 +64,13 @@ class Evaluator:
         callbacks: Mapping[str, Callback],
         seed: int,
         features: Sequence[Feature] = (),
+        looks: PeriodicCheck | None = None,
     ) -> None:
         self._features = features
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = PeriodicCheck()  # polls for a stop
+        self.looks = looks or PeriodicCheck()  # polls for a stop
         self.failed_together = False  # whether the newest evaluation failed and all ranks know it
         self._has_begun = False  # whether any batch was evaluated
         self._updates = {update: CheckedTask(one, "evaluation") for update, one in tasks_by_update(task).items()}
@@ -91,7 +92,8 @@ class Evaluator:
                     means = self._means(name, batches.evaluation(), step)
                     found |= {f"{metric_prefix(name)}{metric}": value for metric, value in means.items()}
                 for name, callback in self.callbacks.items():
-                    self._ask(name, callback, step, found)
+                    seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.dp_ranks.rank), self._world.device)
+                    add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
             except Exception as error:
                 failure = error  # raised after the block: callbacks end without an error, and restore the weights
         if failure:
@@ -186,11 +188,6 @@ class Evaluator:
         finally:
             self._task.evaluates = False
         self._replica.module.train()
-
-    def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
-        """Adds the numbers of a callback's `while_evaluating` to `found`."""
-        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.dp_ranks.rank), self._world.device)
-        add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, name: str, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates the set `name`; returns its means over all ranks, after the task's `finish`.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +38,10 @@ from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
-from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.features import Feature
-from ddpforge.training.loop import Trainer
+from ddpforge.training.assemble import connect
+from ddpforge.training.features import Assembled, Feature
 from ddpforge.training.media import MediaLogger
+from ddpforge.training.stages import MISSING, Dealt
 
 
 class Clock:
@@ -147,7 +149,6 @@ class Memory:
     def __init__(self, events: list[str], fails_at: Sequence[int] = ()) -> None:
         self.events, self.fails_at = events, fails_at
         self.saved: list[Saved] = []
-        self.keep_every: int | None = None
         self.waiting: Saved | None = None
         self.asked_for_best: list[tuple[dict[str, float], list[int]]] = []
         self.best = False
@@ -307,31 +308,20 @@ class Loop:
         if recipe.train.on_nonfinite == "skip":
             features.append(RestoredBuffers())
         sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
-        self.evaluator = Evaluator(
-            world=self.replica.world,
-            replica=self.replica,
-            task=task or Sums(),
-            sets={name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
-            callbacks=callbacks or {},
-            seed=0,
-            features=features,
-        )
-        self.trainer = Trainer(
-            recipe=recipe,
-            world=self.replica.world,
-            replica=self.replica,
-            task=task or Sums(),
-            optimizer=self.optimizer,
-            schedules={"": schedule},
-            plan=plan,
-            training=_open(training, batch, shuffle=True),
-            evaluator=self.evaluator,
-            callbacks=callbacks or {},
-            checkpoints=self.checkpoints,  # type: ignore[arg-type]
-            tracker=self.tracker,
-            features=features,
-        )
-        self.trainer.saving.origin = {"strategy": "plain", "world_size": 1}
+        given = {
+            "loaded": SimpleNamespace(recipe=recipe),
+            "task": task or Sums(),
+            "updates": {},
+            "schedules": {"": schedule},
+            "value_schedules": {},
+            "plan": plan,
+            "training": _open(training, batch, shuffle=True),
+            "evaluation": {name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
+        }
+        parts = Dealt(**dict.fromkeys((one.name for one in fields(Dealt)), MISSING) | given)
+        run = Assembled(parts=parts, world=self.replica.world, replica=self.replica, begins=True, trains=True)
+        self.trainer = connect(run, self.optimizer, callbacks or {}, features, self.checkpoints, self.tracker)  # type: ignore[arg-type]
+        self.trainer.saving.begin({"strategy": "plain", "world_size": 1})
 
     def fit(self) -> str:
         return self.trainer.fit()

@@ -16,6 +16,7 @@ from support.doubles import Clock, Line, Loop, Numbers, Plain, Saved, Sums, noti
 from torch import Tensor, nn
 
 import ddpforge.training.loop
+import ddpforge.training.nonfinite
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, StepInfo
@@ -261,7 +262,7 @@ class Read:
 
 def test_the_samples_of_a_step_include_all_ranks() -> None:
     loop = Loop(steps=2, batch=5, evaluation=False, replica=Plain(ranks=2))
-    loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Read(loop.trainer.stepping.training, step_samples=10)  # type: ignore[assignment]
     loop.fit()
     assert [row["samples"] for _, row in loop.tracker.rows] == [10, 20]
     assert loop.checkpoints.saved[-1].metadata.samples == 20
@@ -269,7 +270,7 @@ def test_the_samples_of_a_step_include_all_ranks() -> None:
 
 def test_ranks_that_read_different_samples_of_a_stream_are_refused() -> None:
     loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
-    loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Read(loop.trainer.stepping.training, read=5)  # type: ignore[assignment]
     mean = loop.replica.ranks.reduce_metrics
     loop.replica.ranks.reduce_metrics = lambda totals, *rest: mean(  # type: ignore[method-assign]
         {name: (x + 7) / 2 if name == "?read1" else (x + 49) / 2 if name == "?read2" else x
@@ -404,7 +405,7 @@ def test_a_stop_request_interrupts_an_evaluation(monkeypatch: pytest.MonkeyPatch
     watcher = Watcher()
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
     watcher.events = loop.events
-    object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
+    object.__setattr__(loop.trainer.evaluator.sets[""], "_data", Stopping(9, at=3))
     assert loop.fit() == "preempted"
     stopped = int(at.removesuffix("st"))
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
@@ -441,7 +442,7 @@ def test_the_owner_of_a_run_halts_it_without_a_restart(tmp_path: Path, monkeypat
 
 def test_a_wall_time_run_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 11))
     loop.trainer.calls.callbacks = {"watch": watcher}
@@ -454,7 +455,7 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     loop.trainer.restore(saved(4, position={"seconds": 50.0, "skipped": 0, "left_out": []}))  # type: ignore[arg-type]
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 6))
@@ -467,7 +468,7 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
 def test_a_wall_time_run_that_is_stopped_twice_saves_the_time_of_all_attempts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", clock := Clock())
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", clock := Clock())
     spent: list[float] = []
     newest: Any = None
     for _ in range(3):
@@ -580,14 +581,14 @@ def test_a_rollback_before_the_first_save_restarts_at_step_0() -> None:
 
 
 def test_too_many_rollbacks_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 2)
+    monkeypatch.setattr(ddpforge.training.nonfinite, "_MOST_ROLLBACKS", 2)
     loop = Loop(steps=9, bad=[2, 4, 6], train={"on_nonfinite": "rollback"}, evaluation=False)
     with pytest.raises(Diverged, match="the gradient of step 6 is not finite, after 2 rollbacks"):
         loop.fit()
 
 
 def test_only_consecutive_rollbacks_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 1)
+    monkeypatch.setattr(ddpforge.training.nonfinite, "_MOST_ROLLBACKS", 1)
     options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "2st"}}
     loop = Loop(steps=9, bad=[3, 6, 9], **options, evaluation=False)
     assert loop.fit() == "done"
@@ -992,7 +993,7 @@ class Dry(Read):
 
 def test_a_stream_without_data_before_the_first_step_is_an_error_and_saves_nothing() -> None:
     loop = Loop(steps=6, evaluation=False)
-    loop.trainer.training = Dry(loop.trainer.training, 0)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Dry(loop.trainer.stepping.training, 0)  # type: ignore[assignment]
     with pytest.raises(NoData, match="no data came"):
         loop.fit()
     assert loop.checkpoints.steps() == []
@@ -1000,6 +1001,6 @@ def test_a_stream_without_data_before_the_first_step_is_an_error_and_saves_nothi
 
 def test_a_stream_without_further_data_ends_the_run_as_preempted_and_saves_the_last_step() -> None:
     loop = Loop(steps=6, evaluation=False)
-    loop.trainer.training = Dry(loop.trainer.training, 2)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Dry(loop.trainer.stepping.training, 2)  # type: ignore[assignment]
     assert loop.fit() == "preempted"
     assert loop.checkpoints.steps() == [2]

@@ -72,7 +72,7 @@ def test_a_heartbeat_follower_receives_every_phase_until_it_is_removed() -> None
 def test_a_row_has_the_time_shares_of_its_steps(clock: Clock) -> None:
     """Reading a batch takes three seconds, an update one. The evaluation after step 2 belongs to the next row."""
     loop = Loop(steps=4, track="1st", train={"eval_every": "2st"})
-    training: Any = loop.trainer.training
+    training: Any = loop.trainer.stepping.training
     fetch, update = training.training, loop.replica.step
 
     def slowly(start: int) -> Any:
@@ -84,7 +84,7 @@ def test_a_row_has_the_time_shares_of_its_steps(clock: Clock) -> None:
         clock.now += 1.0
         return update()
 
-    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.trainer.stepping.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
     loop.replica.step = step  # type: ignore[method-assign]
     loop.trainer.evaluator._means = lambda *_: clock.__dict__.update(now=clock.now + 4.0) or {}  # type: ignore[method-assign]
     loop.fit()
@@ -99,7 +99,7 @@ def test_waiting_for_data_is_logged_once_with_a_hint(clock: Clock, caplog: pytes
     """Reading a batch takes three seconds, an update one. A row has two steps, except for those of steps 1 and 2."""
     loop = Loop(steps=8, track="2st", evaluation=False)
     loop.trainer.rows.stopwatch = Stopwatch(clock)
-    training: Any = loop.trainer.training
+    training: Any = loop.trainer.stepping.training
     fetch, update = training.training, loop.replica.step
 
     def slowly(start: int) -> Any:
@@ -111,7 +111,7 @@ def test_waiting_for_data_is_logged_once_with_a_hint(clock: Clock, caplog: pytes
         clock.now += 1.0
         return update()
 
-    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.trainer.stepping.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
     loop.replica.step = step  # type: ignore[method-assign]
     loop.fit()
     (said,) = [record.getMessage() for record in caplog.records if "waiting for data" in record.getMessage()]
