@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from ddpforge.interfaces import (
     Replica,
     RunContext,
     Shuffled,
+    StepInfo,
     Task,
     TensorShard,
     Total,
@@ -353,3 +354,53 @@ def noting(events: list[str], name: str) -> Iterator[None]:
     events.append(f"{name} begins")
     yield
     events.append(f"{name} ends")
+
+
+class Watcher(Callback):
+    """Callback that records its calls, and requests a stop after step `until`."""
+
+    def __init__(
+        self, events: list[str] | None = None, until: int = 0, action: Callable[[int], Any] | None = None
+    ) -> None:
+        self.events = [] if events is None else events
+        self.until, self.action = until, action
+        self.told: list[StepInfo] = []
+        self.evaluated: list[tuple[int, dict[str, float]]] = []
+        self.checkpoints: list[int] = []
+        self.taken: Any = None
+
+    def on_step(self, info: StepInfo) -> bool:
+        self.events.append("callback")
+        self.told.append(info)
+        if self.action:
+            self.action(info.step)
+        return info.step == self.until
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        return {"twice": 2.0 * info.step}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        self.evaluated.append((step, dict(metrics)))
+        return step == -self.until
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return noting(self.events, "evaluation")
+
+    def on_checkpoint(self, step: int, folder: Any) -> None:
+        self.checkpoints.append(step)
+
+    def state(self) -> dict[str, int]:
+        return {"told": len(self.told)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.taken = state
+
+
+def saved(step: int, **more: Any) -> Saved:
+    """Returns a checkpoint of a loop at `step`; `more` are facts of it."""
+    facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
+    facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more
+    share = RankState(
+        model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
+    )  # type: ignore[union-attr, operator]
+    return Saved(CheckpointMetadata(step=step, **facts), share, {"sgd": {"steps": 7}})

@@ -8,6 +8,7 @@ import pytest
 from support.doubles import Clock, Loop, Sums
 from torch import Tensor
 
+from ddpforge.errors import UsageError
 from ddpforge.ranks import heartbeat
 from ddpforge.training.cadence import Stopwatch
 from ddpforge.training.progress import Progress
@@ -167,3 +168,41 @@ def test_steps_without_a_target_are_counted_anew_after_a_rollback(caplog: pytest
         "by step 5 no target counted in 3 of 5 updates",
         "by step 8 no target counted in 1 of 4 updates",
     ]
+
+
+# ---------------------------------------------------------------------------------------------- targets
+class Above(Sums):
+    """Counts only samples of at least `least`."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def count(self, batch: Any) -> Tensor:
+        return (batch >= self.least).sum()
+
+
+def test_a_run_without_valid_targets_is_refused_after_its_last_step() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    with pytest.raises(UsageError, match="no target has counted in 6 steps"):
+        loop.fit()
+    assert loop.tracker.steps() == [1, 2, 3, 4, 5], "the rows before are logged"
+
+
+def test_a_run_without_valid_targets_is_refused_after_100_steps() -> None:
+    loop = Loop(steps=300, task=Above(1e9), evaluation=False, track="50st")
+    with pytest.raises(UsageError, match="no target has counted in 100 steps"):
+        loop.fit()
+
+
+def test_steps_without_valid_targets_are_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
+    assert loop.fit() == "done"
+    assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
+        "by step 6 no target counted in 3 of 6 updates"
+    )
+
+
+def test_the_last_steps_of_a_resumed_run_may_have_no_valid_target() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    loop.trainer.progress.step = 4
+    assert loop.fit() == "done"
