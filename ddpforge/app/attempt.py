@@ -117,7 +117,7 @@ class Attempt:
             observers: what watches, copies or measures the run.
         """
         self.folder, self.opened = folder, opened
-        self._chosen, self.recipe, self.snapshot = chosen, chosen.recipe, snapshot
+        self.recipe, self.snapshot = chosen.recipe, snapshot
         self.world, self._peers, self._claims = world, peers, claims
         self._build, self._allow_change = build, allow_change
         self._observers = observers
@@ -196,7 +196,7 @@ class Attempt:
         return self.trainer
 
     def _check(self, trainer: Trainer, *, resumes: bool) -> None:
-        """Raises UsageError if there is nothing to train, or if what the run needs later fails already."""
+        """Raises UsageError if there is nothing to train, and tries the parts that would otherwise fail only later."""
         if resumes:
             self._reject_nothing_to_do(trainer)
         for observer in self._observers:

@@ -119,7 +119,7 @@ def connect(
     shows: MediaLogger | None = None,
     first_checks: Sequence[FirstStepCheck] = (),
 ) -> Trainer:
-    """Returns the trainer of a run whose parts are ready: builds the parts of the loop, and hands each what it needs.
+    """Builds the parts of the loop for a run whose model, optimizer and callbacks are ready; returns its trainer.
 
     Call it before any state is restored: the recipe sets the learning rates, not a checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints of a run: their times, what is saved with them, and failures."""
+"""Evaluations and checkpoints of a run: their times, the saved metrics, and failures."""
 
 from __future__ import annotations
 
