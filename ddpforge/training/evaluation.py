@@ -70,7 +70,7 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = looks or PeriodicCheck()  # polls for a stop
+        self._looks = looks or PeriodicCheck()  # polls for a stop
         self.failed_together = False  # whether the newest evaluation failed and all ranks know it
         self._has_begun = False  # whether any batch was evaluated
         self._updates = {update: CheckedTask(one, "evaluation") for update, one in tasks_by_update(task).items()}
@@ -85,7 +85,7 @@ class Evaluator:
             raise UsageError("the recipe has no evaluation set: add [data.eval]")
         found: dict[str, float] = {}
         failure: Exception | None = None
-        self.looks.restart()
+        self._looks.restart()
         with self.evaluating():
             try:
                 for name, batches in self.sets.items():
@@ -109,11 +109,11 @@ class Evaluator:
         """
         if not self._replica.may_evaluate_first:
             return
-        looks, self.looks = self.looks, PeriodicCheck()  # whose pace is that of whole evaluations
+        looks, self._looks = self._looks, PeriodicCheck()  # whose pace is that of whole evaluations
         try:
             self._try_sets()
         finally:
-            self.looks, self._has_begun = looks, False
+            self._looks, self._has_begun = looks, False
 
     def _try_sets(self) -> None:
         with self.evaluating(callbacks=False):
@@ -296,7 +296,7 @@ class Evaluator:
         try:
             for result in self._replica.run_microbatches(passes(), compute, trains=False):
                 yield *running.popleft(), result
-                self.looks.after_part()
+                self._looks.after_part()
         finally:
             self._task.rng = SampleRNG()
 
