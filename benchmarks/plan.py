@@ -127,27 +127,27 @@ def worker() -> None:
 
     from ddpforge.app import build as building
     from ddpforge.cli import main
-    from ddpforge.training.loop import Trainer
+    from ddpforge.training.stepping import Stepping
 
     heap = None if os.environ.get("BENCH_CUDA") else ctypes.CDLL(None)
     for name in ("heap_live", "heap_peak") if heap else ():
         getattr(heap, name).restype = ctypes.c_long
-    build, step, before = building._model, Trainer._step, 0
+    build, step, before = building._model, Stepping.take, 0
 
     def built(parts: Any) -> Any:
         nonlocal before
         before = heap.heap_live() if heap else 0
         return build(parts)
 
-    def stepped(self: Any, number: int, *arguments: Any, **named: Any) -> Any:
+    def stepped(self: Any, progress: Any, **named: Any) -> Any:
         heap.heap_restart() if heap else torch.cuda.reset_peak_memory_stats()
-        found = step(self, number, *arguments, **named)
-        if number == 3:
+        found = step(self, progress, **named)
+        if progress.step == 3:
             peak = heap.heap_peak() if heap else torch.cuda.max_memory_allocated()
             Path(f"{os.environ['BENCH_RESULT']}{os.environ['RANK']}").write_text(str(peak - before))
         return found
 
-    building._model, Trainer._step = built, stepped
+    building._model, Stepping.take = built, stepped
     sys.argv = [sys.argv[0], *sys.argv[2:]]
     main()
 

@@ -115,7 +115,7 @@ class Attempt:
             observers: what watches, copies or measures the run.
         """
         self.folder, self.opened = folder, opened
-        self._chosen, self.recipe, self.snapshot = chosen, chosen.recipe, snapshot
+        self.recipe, self.snapshot = chosen.recipe, snapshot
         self.world, self._peers, self._claims = world, peers, claims
         self._build, self._allow_change = build, allow_change
         self._observers = observers
@@ -146,7 +146,12 @@ class Attempt:
             life.push(cleanup(self._finish_trackers))
             try:
                 with process_exit.forbid_sys_exit():
-                    trainer, around = self._prepare(life)
+                    parts, prints = self._build()
+                    checkpoints = checkpoints_of(self.folder, parts, self.world, self._peers)
+                    checkpoint = self._open(checkpoints, prints)
+                    trainer = self._assemble(parts, checkpoints, checkpoint, life)
+                    self._check(trainer, resumes=checkpoint is not None)
+                    around = self._begin(trainer, parts, prints, checkpoint)
                     # When a rank fails, the launcher stops the others: the handlers let them finish their reports.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit(*around)
@@ -158,44 +163,63 @@ class Attempt:
         return Outcome(self.folder.path, self._status(self._state), self.world.is_rank_zero)
 
     # -- up to the first step
-    def _prepare(self, life: ExitStack) -> tuple[Trainer, Sequence[Around]]:
-        """Builds and restores the trainer, records the start of the attempt, and returns what `fit` takes."""
-        parts, prints = self._build()
-        checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
+    def _open(self, checkpoints: Checkpoints, prints: Mapping[str, Any]) -> CheckpointReader | None:
+        """Opens the newest checkpoint of this run; None if it begins. `prints` has the fingerprints of the data."""
         checkpoint = checkpoints.open()
         if checkpoint is None and self.world.is_rank_zero:
             warn_restart(self.folder)
         if checkpoint:
             on_rank_zero(self.world.global_ranks, partial(self._reject_another_run, checkpoint, prints))
+        return checkpoint
+
+    def _assemble(
+        self, parts: Dealt, checkpoints: Checkpoints, checkpoint: CheckpointReader | None, life: ExitStack
+    ) -> Trainer:
+        """Returns the trainer, which continues from `checkpoint` if there is one."""
         initial = checkpoint is None or omits_weights(checkpoint.metadata.loop)
-        init_from = self.recipe.checkpoint.init_from if initial else None
-        trainer = self.trainer = assemble(
+        self.trainer = assemble(
             parts,
             self.world,
             checkpoints,
             self.tracker,
             folder=self.folder.path,
             life=life,
-            init_from=init_from,
+            init_from=self.recipe.checkpoint.init_from if initial else None,
             begins=checkpoint is None,
             trained=checkpoint is not None and checkpoint.metadata.step > 0,
             limits=self._halt,
         )
         if checkpoint:
-            trainer.restore(checkpoint)
+            self.trainer.restore(checkpoint)
+        return self.trainer
+
+    def _check(self, trainer: Trainer, *, resumes: bool) -> None:
+        """Raises UsageError if there is nothing to train, and tries the parts that would otherwise fail only later."""
+        if resumes:
             self._reject_nothing_to_do(trainer)
         for observer in self._observers:
             observer.check(trainer.plan.horizon.total)
         check_no_state(trainer.callbacks)
-        if checkpoint is None:
+        if not resumes:
             trainer.try_evaluation()
+
+    def _begin(
+        self, trainer: Trainer, parts: Dealt, prints: Mapping[str, Any], checkpoint: CheckpointReader | None
+    ) -> Sequence[Around]:
+        """Records the start of the attempt, on all ranks; returns the contexts around the steps."""
         training_begins()
-        trainer.saving.origin = on_rank_zero(self.world.global_ranks, lambda: self._begin(trainer, parts, prints))
-        if self.world.is_rank_zero:
-            self._follow_rows(trainer, checkpoint)
+        record, is_rank_zero = self._record, self.world.is_rank_zero
+        origin = on_rank_zero(self.world.global_ranks, lambda: self._record_start(trainer, parts, prints))
+        trainer.saving.begin(origin, rows=lambda: record.rows if is_rank_zero else None)
+        before = checkpoint.metadata.rows if checkpoint and is_rank_zero else None
+        if before is not None and record.rows < before:
+            log.warning(
+                "%s has %d rows up to step %d; it had %d when the checkpoint of that step was saved: rows were lost",
+                *(self.folder.metrics, record.rows, trainer.progress.step, before),
+            )
         self._begun = True
         around = [observer.around(parts.size.all) for observer in self._observers]
-        return trainer, [one for one in around if one is not None]
+        return [one for one in around if one is not None]
 
     def _reject_another_run(self, checkpoint: CheckpointReader, prints: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the checkpoint is of another run, UsageError if the data changed since then."""
@@ -211,17 +235,6 @@ class Attempt:
                 ],
             )
         check_together("resume", prints, checkpoint.metadata.data, self._allow_change)
-
-    def _follow_rows(self, trainer: Trainer, checkpoint: CheckpointReader | None) -> None:
-        """Makes checkpoints record the number of rows in metrics.jsonl. Logs a warning if rows were lost."""
-        record = self._record
-        trainer.saving.rows = lambda: record.rows
-        before = checkpoint.metadata.rows if checkpoint else None
-        if before is not None and record.rows < before:
-            log.warning(
-                "%s has %d rows up to step %d; it had %d when the checkpoint of that step was saved: rows were lost",
-                *(self.folder.metrics, record.rows, trainer.progress.step, before),
-            )
 
     def _reject_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError if the run is already past `train.length`, or finished with a different recipe."""
@@ -239,8 +252,8 @@ class Attempt:
             changes = [change for change in self.opened.changes if change.path != "train.length"]
             reject_finished(self.folder.path, changes, self.opened.edited)
 
-    def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, Any]) -> dict[str, Any]:
-        """Records the start of the attempt and starts the trackers. Returns the origin to store in checkpoints."""
+    def _record_start(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the attempt to the folder and starts the trackers. Returns the origin to store in checkpoints."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
         for observer in self._observers:
@@ -281,7 +294,7 @@ class Attempt:
         if error is not None:
             self._report_failure(error)
         tracker, self.tracker = self.tracker, Tracker()
-        tracker.finish(state=self._state, summary=self.trainer.metrics if self.trainer else {})
+        tracker.finish(state=self._state, summary=self.trainer.rows.newest if self.trainer else {})
 
     def _leave_group(self, _: object, error: BaseException | None, __: object) -> None:
         """Leaves the process group once all ranks reach this point, and writes the final status."""
@@ -337,22 +350,19 @@ class Attempt:
 
         `again`: this rank was the first already and replaces its report.
         """
-        first = again
+        first, earlier = again, self.opened.earlier
         try:
             first = again or self._failures.claim_first(report)
-            if (first or (self.world.is_rank_zero and not report.self_reported)) and not self._leaves_result(report):
+            # A usage error must not overwrite the status of a finished run.
+            refused = report.exit_code == ExitCode.USAGE and not self._begun
+            leaves = refused and earlier is not None and earlier["state"] in ("done", "preempted")
+            if (first or (self.world.is_rank_zero and not report.self_reported)) and not leaves:
                 self.folder.write_status(self._status(state, report))
             if first and not report.symptom:
                 self.folder.write_failure(report.with_ranks([heartbeat.here(self.world.global_ranks.rank)]))
         except (ForgeError, OSError) as another:
             log.warning("while the run was ending: %s", another)
         return first
-
-    def _leaves_result(self, report: FailureRecord) -> bool:
-        """True if a usage error must not overwrite the status of a finished run."""
-        earlier = self.opened.earlier
-        refused = report.exit_code == ExitCode.USAGE and not self._begun
-        return refused and earlier is not None and earlier["state"] in ("done", "preempted")
 
     def _peer_failure(self, failed: _Failed) -> ForgeError:
         """Returns the error for a rank that failed because another rank did. Only one rank shows it."""
@@ -396,7 +406,7 @@ class Attempt:
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
             world_size=self.world.global_ranks.size,
             strategy=self.recipe.strategy.use,
-            metrics=trainer.metrics if trainer else earlier["metrics"] if earlier else {},
+            metrics=trainer.rows.newest if trainer else earlier["metrics"] if earlier else {},
             error=str(report) if report else None,
         )
 
@@ -417,12 +427,6 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> RankW
     )
 
 
-def where() -> tuple[str, int]:
-    """Returns the phase and the step of this rank."""
-    place = heartbeat.current()
-    return heartbeat.NAMES[place.phase], place.step
-
-
 def _end(observer: RunObserver, _: object, error: BaseException | None, __: object) -> None:
     observer.on_end(error)
 
@@ -432,22 +436,23 @@ def length_of(data: Any) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
-def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: WriterGroup) -> Checkpoints:
+def checkpoints_of(folder: RunFolder, parts: Dealt, world: World, peers: WriterGroup) -> Checkpoints:
     """Returns the checkpoints in a run's folder."""
     return Checkpoints(
         folder.checkpoints,
-        recipe.checkpoint,
+        parts.recipe.checkpoint,
         peers=peers,
         ranks=world.global_ranks,
+        keep_every=parts.plan.every.get("checkpoint.keep.every"),
         before_commit=folder.sync_metrics,
     )
 
 
 def trackers_of(parts: Chosen, observers: Sequence[RunObserver], record: JSONLTracker) -> Tracker:
     """Returns metrics.jsonl, console, the trackers of observers and of the recipe as one tracker."""
-    ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
-    ours["console"].where = where
-    ours["shown"] = MediaFiles()
+    console = parts.registry.load("tracker", "console")()
+    console.follow(lambda: (heartbeat.NAMES[(now := heartbeat.current()).phase], now.step))
+    ours: dict[str, Any] = {"jsonl": record, "console": console, "shown": MediaFiles()}
     for observer in observers:
         if (tracker := observer.tracker()) is not None:
             ours[type(tracker).__name__.lower()] = tracker

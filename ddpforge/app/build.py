@@ -44,8 +44,8 @@ from ddpforge.interfaces import (
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.run_plan import BatchPlan, RunPlan, no_sampler_of_streams, plan_batch
-from ddpforge.recipe.schema import Component, TrainSection
+from ddpforge.recipe.run_plan import RunPlan, no_sampler_of_streams, plan_batch
+from ddpforge.recipe.schema import Component
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.checks import check, check_built, check_samples, compare_built
 from ddpforge.training.contract import SMALL, count_parameters
@@ -224,11 +224,15 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             batches = open_data(data, order=order, **opened).steps_per_epoch
             # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
             per_epoch = batches and math.ceil(batches / batches_per_step(chosen.updates))
-            plan = _plan_steps(chosen, per_epoch, order, problems)
+            batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
+            ends = partial(_end_of_epochs, chosen, order)
+            plan = RunPlan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
             _warn_of_late_weights(chosen, order, plan)
             limit = _token_limit(chosen, data)
-            if limit and order and plan is not MISSING:
-                plan = replace(plan, batch=_by_tokens(plan.batch, order, limit, chosen.recipe.train))
+            if limit and order and plan is not MISSING:  # the forward passes of a rank in the first step
+                share = RankShare(0, batch.data_ranks, batch.micro_batch, chosen.recipe.train.virtual_ranks)
+                passes = len(share.divide(np.asarray(order(0)), limit))
+                plan = replace(plan, batch=replace(plan.batch, accumulation=passes))
     return order, plan, limit
 
 
@@ -254,18 +258,6 @@ def _token_limit(chosen: Chosen, data: Any) -> TokenLimit | None:
             key="train.max_tokens",
         )
     return TokenLimit.of(data, recipe.data.lengths or "lengths", recipe.train.max_tokens)
-
-
-def _by_tokens(batch: BatchPlan, order: BatchSampler, limit: TokenLimit, train: TrainSection) -> BatchPlan:
-    """Returns the plan with the number of forward passes of a rank in the first step."""
-    share = RankShare(0, batch.data_ranks, batch.micro_batch, train.virtual_ranks)
-    return replace(batch, accumulation=len(share.divide(np.asarray(order(0)), limit)))
-
-
-def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> RunPlan:
-    batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
-    ends = partial(_end_of_epochs, chosen, order)
-    return RunPlan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
 
 
 def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> int | None:

@@ -62,10 +62,6 @@ _ARGUMENTS = {
 }
 
 
-def _meant(name: str) -> list[str]:
-    return [_ARGUMENTS[name]] if name in _ARGUMENTS else []
-
-
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "model": ("model", ("model",)),
     "task": ("task", ("task",)),
@@ -91,9 +87,9 @@ class GivenObjects:
         """Checks the objects and names them; raises UsageError for an object that cannot be used."""
         given = {name: value for name, value in objects.items() if value is not None}
         if unknown := sorted(given.keys() - Objects.__annotations__.keys()):
+            meant = [_ARGUMENTS[unknown[0]]] if unknown[0] in _ARGUMENTS else []
             raise UsageError(
-                f"a run has no argument `{unknown[0]}`",
-                hints=[*_meant(unknown[0]), f"objects: {', '.join(_TABLES)}, callbacks"],
+                f"a run has no argument `{unknown[0]}`", hints=[*meant, f"objects: {', '.join(_TABLES)}, callbacks"]
             )
         found = cls({}, {}, {})
         for name, (kind, path) in _TABLES.items():

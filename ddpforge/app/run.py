@@ -110,8 +110,7 @@ def run_loaded(loaded: LoadedRecipe, registry: Registry, options: RunOptions) ->
         is_new = fresh or not folder.exists()
         build = partial(build_alike, chosen, world, peers, problems, samples=is_new)
         built = build() if is_new else None  # before the folder: a new run that cannot be built leaves none
-        taken = snapshot(chosen.loaded)
-        taken["local_files"].update(options.sources)
+        taken = snapshot(chosen.loaded, options.sources)
         opened = on_rank_zero(
             world.global_ranks,
             lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=options.allow_change),

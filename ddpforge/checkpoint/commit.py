@@ -70,7 +70,8 @@ class StagedCheckpoint:
             log.warning("%s does not exist: a new one is created; checkpoints that were in it are lost", folder)
             disk.make_folder(folder)
             disk.sync_folder(folder.parent)
-        final = _unused(folder, step)
+        while (final := folder / f"step-{step:09d}-{secrets.token_hex(2)}").exists():
+            pass  # a second save of a step does not overwrite the first
         draft = cls(folder / f".{final.name}.tmp", final)
         disk.make_folder(draft.temporary)
         return draft
@@ -108,13 +109,6 @@ class StagedCheckpoint:
         with suppress(OSError):
             disk.remove(self._hint)
             disk.remove(self.temporary)
-
-
-def _unused(folder: Path, step: int) -> Path:
-    """Returns a path for the step that does not exist yet, so that a second save does not overwrite the first."""
-    while (path := folder / f"step-{step:09d}-{secrets.token_hex(2)}").exists():
-        pass
-    return path
 
 
 def unwritten(folder: Path, step: int, needed: int, error: OSError) -> CheckpointError:

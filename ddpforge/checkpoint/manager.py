@@ -29,9 +29,8 @@ class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
     All methods are collective, except `pending`, `ready`, `reserve`, `before_update` and `finish`.
-    `keep_every` is the recipe's `checkpoint.keep.every` in steps. The caller sets it as soon as it is known.
-
     Args:
+        keep_every: the recipe's `checkpoint.keep.every` in steps
         peers: communication of the writer threads
         ranks: communication of the training threads
         before_commit: called on rank 0 before a checkpoint is committed, to bring files that it depends on to the disk
@@ -44,11 +43,11 @@ class Checkpoints:
         *,
         peers: WriterGroup,
         ranks: Ranks,
+        keep_every: int | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
-        self.keep_every: int | None = None
-        self._settings = settings
+        self._settings, self._keep_every = settings, keep_every
         self._peers = peers
         self._ranks = ranks
         self._before_commit = before_commit
@@ -147,7 +146,7 @@ class Checkpoints:
         keep = self._settings.keep
         try:
             layout_of(path, self._known.read(path))
-            retention.prune(self.folder, keep, every=self.keep_every, known=self._known, remove=remove)
+            retention.prune(self.folder, keep, every=self._keep_every, known=self._known, remove=remove)
         except Exception as error:
             defect = None if isinstance(error, CheckpointError) else error
             log.warning("older checkpoints were not removed: %s", error, exc_info=defect)

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -242,7 +242,11 @@ def verify_file(
     first = 0
     for name, chunk in placed.items():
         numbers = [number for number in range(len(chunk.chunk.hashes)) if first + number in blocks]
-        _verify_blocks(file, begins[name], chunk, numbers, buffer)
+        for number in numbers:
+            start = number * BLOCK
+            block = buffer[: min(BLOCK, chunk.nbytes - start)]
+            read_block(file, begins[name] + start, chunk.chunk, number, block)
+            disk.proceed()
         first += len(chunk.chunk.hashes)
 
 
@@ -259,16 +263,6 @@ def check_sha256(path: Path, entry: OtherFile) -> None:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
     if digest != entry.sha256:
         raise damaged(path, "its sha256 is not the one in the manifest")
-
-
-def _verify_blocks(
-    file: PlainFile, begin: int, placed: FileEntryOf, numbers: Iterable[int], buffer: memoryview
-) -> None:
-    for number in numbers:
-        start = number * BLOCK
-        block = buffer[: min(BLOCK, placed.nbytes - start)]
-        read_block(file, begin + start, placed.chunk, number, block)
-        disk.proceed()
 
 
 def read_block(file: PlainFile, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:

@@ -130,7 +130,9 @@ def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
     """Returns the JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for other values."""
     if isinstance(value, Tensor):
         check(value, what)
-        return Number(dtype=dtype_name(value.dtype), value=_finite(value.item()))
+        number = value.item()
+        finite = number if math.isfinite(number) else str(number)  # JSON has no NaN and no infinity
+        return Number(dtype=dtype_name(value.dtype), value=finite)
     if isinstance(value, float) and not math.isfinite(value):
         return Number(dtype="float", value=str(value))
     if isinstance(value, plain):
@@ -153,7 +155,3 @@ def from_scalar(scalar: Scalar) -> Value:
         return torch.tensor(value, dtype=getattr(torch, scalar.dtype))
     except RuntimeError as error:
         raise ValueError(f"{scalar.dtype} cannot hold {value}") from error
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON has no NaN and no infinity

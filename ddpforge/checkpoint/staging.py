@@ -213,15 +213,10 @@ class _Memory:
                     "longer; `ulimit -l` prints the limit",
                     *(f"{size:,}", code),
                 )
-                _forget_error()
+                with suppress(RuntimeError, AssertionError):
+                    torch.zeros((), device="cuda")  # clears CUDA's last error: the next kernel would report it
                 return
             weakref.finalize(self, _unlock, address).atexit = False  # at exit the driver does it
-
-
-def _forget_error() -> None:
-    """Clears CUDA's last error. Otherwise the next kernel, which is unrelated, would report it."""
-    with suppress(RuntimeError, AssertionError):
-        torch.zeros((), device="cuda")
 
 
 def _unlock(address: int) -> None:

@@ -70,7 +70,11 @@ class CollectiveRanks(Ranks):
         if not isinstance(value, Tensor):
             return self._broadcast_object(value)
         if value.numel() and self.size > 1:
-            _share(value, self)
+            # Sent as bytes: gloo supports neither int16 nor float8, NCCL neither int16 nor complex numbers.
+            held = value.detach().resolve_conj().resolve_neg().contiguous()
+            self.broadcast_bytes(held.view(-1).view(torch.uint8))
+            if held.data_ptr() != value.data_ptr():
+                value.detach().copy_(held)
         return value
 
     def _place(self, values: Tensor) -> torch.device:
@@ -92,15 +96,6 @@ class CollectiveRanks(Ranks):
 
     def _broadcast_object(self, value: T) -> T:
         return self.all_gather_object(value)[0]
-
-
-def _share(tensor: Tensor, ranks: CollectiveRanks) -> None:
-    """Fills `tensor` with rank 0's values, in place."""
-    # Sent as bytes: gloo supports neither int16 nor float8, NCCL neither int16 nor complex numbers.
-    held = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    ranks.broadcast_bytes(held.view(-1).view(torch.uint8))
-    if held.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(held)
 
 
 class _Gather(torch.autograd.Function):

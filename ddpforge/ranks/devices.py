@@ -150,13 +150,9 @@ class DeviceCheck:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not all(name in os.environ for name in launched):
             return
         self._store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-        self._store.set(f"ddpforge/device/{rank}", json.dumps(_describe(device)))
+        mine = {"kind": device.type, "host": gethostname(), "gpu": device_kind(device).identity(device)}
+        self._store.set(f"ddpforge/device/{rank}", json.dumps(mine))
         check([json.loads(self._store.get(f"ddpforge/device/{rank}")) for rank in range(size)])
-
-
-def _describe(device: torch.device) -> dict[str, Any]:
-    """Describes this rank's device for the other ranks."""
-    return {"kind": device.type, "host": gethostname(), "gpu": device_kind(device).identity(device)}
 
 
 def check(ranks: list[Mapping[str, Any]]) -> None:

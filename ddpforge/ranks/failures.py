@@ -95,7 +95,10 @@ def recorded_causes(logs: Path) -> list[FailureRecord]:
 def _reports(logs: Path) -> Iterator[FailureRecord]:
     for path in sorted(logs.glob("failure-rank-*.json")):
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            yield _report(json.loads(disk.read_plain(path, _MOST)))
+            report = FailureRecord(**json.loads(disk.read_plain(path, _MOST)))
+            texts, numbers = (report.token, report.error), (report.rank, report.exit_code)
+            if all(isinstance(one, str) for one in texts) and all(isinstance(one, int) for one in numbers):
+                yield report
     for path in sorted(logs.glob(f"{_IN_NAME}-*")):
         with suppress(ValueError):
             token, rank, code, symptom, self_reported, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
@@ -106,15 +109,6 @@ def _as_name(report: FailureRecord) -> str:
     """Returns the report as a file name, with the beginning of the error."""
     facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.self_reported))
     return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
-
-
-def _report(found: dict[str, Any]) -> FailureRecord:
-    """Builds a report from parsed JSON; raises TypeError or ValueError if it is not one."""
-    report = FailureRecord(**found)
-    texts, numbers = (report.token, report.error), (report.rank, report.exit_code)
-    if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
-        raise ValueError("not a report")
-    return report
 
 
 class Failures:

@@ -95,10 +95,14 @@ class MetricReduction:
             if form == _NUMBERS and _divides(metric):
                 found[name] = {name: numbers[begin] / numbers[begin + 1] if numbers[begin + 1] else math.nan}
             elif form.columns:
-                columns = self._gather(totals.get(name), form)
+                rows = totals.get(name)
+                mine = rows.columns if isinstance(rows, SampleColumns) else [one.empty() for one in form.columns]
+                columns = [self._gather_column(x, one) for x, one in zip(mine, form.columns, strict=True)]
                 found[name] = _finished(name, columns, metric, counted=len(columns[0]) > 0)
             else:
-                parts = _shaped(numbers[begin : end - 1], form.added)
+                row = torch.tensor(numbers[begin : end - 1], dtype=torch.float64)
+                pieces = torch.split(row, [math.prod(shape) for shape in form.added])  # the sum and the count
+                parts = [piece.view(shape) for piece, shape in zip(pieces, form.added, strict=True)]
                 found[name] = _finished(name, parts, metric, counted=bool(parts[1].any()))
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
@@ -135,11 +139,6 @@ class MetricReduction:
         self._forms = dict(sorted({**self._forms, **said}.items()))
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         self._ends = [*accumulate(sizes, initial=1)]
-
-    def _gather(self, rows: Total | SampleColumns | float | None, form: _Form) -> list[Tensor | list[Tensor]]:
-        """Returns each column with the rows of all ranks; a rank may have no rows."""
-        mine = rows.columns if isinstance(rows, SampleColumns) else [one.empty() for one in form.columns]
-        return [self._gather_column(x, one) for x, one in zip(mine, form.columns, strict=True)]
 
     def _gather_column(self, column: Tensor | list[Tensor], form: _Column) -> Tensor | list[Tensor]:
         """Returns a column with the rows of all ranks. A list costs two all-gathers: of lengths, and of its rows."""
@@ -186,12 +185,6 @@ def _joined(values: Iterable[Tensor | float]) -> Tensor:
     ends = [*(place for place, _ in there[1:]), len(row)]
     behind = ((mine, sent[place:end]) for (place, mine), end in zip(there, ends, strict=True))
     return torch.cat([sent[: there[0][0]], *chain.from_iterable(behind)])
-
-
-def _shaped(numbers: Sequence[float], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Splits a row of numbers into tensors of these shapes (float64): the sum and the count."""
-    pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), [math.prod(shape) for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _shape(part: Tensor | list[Tensor]) -> str:

@@ -95,7 +95,12 @@ class WriterGroup:
         """
         reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
         late = {rank: word for rank, word in enumerate(words) if not word.done}
-        stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > self.patience}
+        hints = ("check the disk; train.collective_timeout is the maximum time without a write",)
+        stuck: _Reports = {
+            rank: (f"nothing could be written for {word.idle:.0f} s", hints)
+            for rank, word in late.items()
+            if word.idle > self.patience
+        }
         if self.rank != 0 or (late and not stuck):
             return None
         return last.result if last else None, {**reports, **stuck}
@@ -160,11 +165,6 @@ class _Work(Generic[X]):
         except BaseException as error:
             self._fatal = error
         self._done.set()
-
-
-def _stuck(word: _Word) -> _Report:
-    hints = ("check the disk; train.collective_timeout is the maximum time without a write",)
-    return f"nothing could be written for {word.idle:.0f} s", hints
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -65,19 +65,14 @@ def _cuda(torch: Any) -> dict[str, Any] | None:
     if torch is None or not torch.cuda.is_initialized():
         return None
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", nvidia_driver())
     return {
         "gpus": [{"name": gpu.name, "memory": gpu.total_memory} for gpu in found],
-        "driver": _driver(),
+        "driver": driver[0] if driver else None,
         "runtime": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
     }
-
-
-def _driver() -> str | None:
-    """Returns the version of the NVIDIA driver; None if there is no driver."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", nvidia_driver())
-    return found[0] if found else None
 
 
 def _git() -> dict[str, Any] | None:

@@ -109,10 +109,14 @@ def in_words(status: "Status") -> str:
     return f"{status['state']} at step {status['step']}{numbers}"
 
 
-def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
-    """Reads a recipe and its local code now: the recipe may be in a folder that is about to be renamed."""
+def snapshot(loaded: "LoadedRecipe", sources: Mapping[str, bytes] = {}) -> RecipeSnapshot:
+    """Reads a recipe and its local code now: the recipe may be in a folder that is about to be renamed.
+
+    `sources` is further code, by the path of its file.
+    """
     named, copies = _copies(loaded.local_files())
-    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=_contents(copies))
+    files = {**_contents(copies), **sources}
+    return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=files)
 
 
 def local_code(loaded: "LoadedRecipe") -> dict[str, bytes]:
@@ -480,7 +484,8 @@ class RunFolder:
 
         On a full disk, overwrites the old file in place, if necessary without metrics, to record the failure.
         """
-        metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
+        odd = [name for name, value in status["metrics"].items() if value is None or not math.isfinite(value)]
+        metrics = {**status["metrics"], **dict.fromkeys(odd)}  # JSON has no NaN and no infinity
         status = {**status, "metrics": metrics}
         with _writing(self.path):
             try:
@@ -566,10 +571,6 @@ def _inside(name: str) -> PurePosixPath:
 def _json(value: Mapping[str, Any]) -> bytes:
     # File names and arguments may contain bytes that are not text. They become "?", which JSON readers accept.
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode(errors="replace")
-
-
-def _is_odd(value: float | None) -> bool:
-    return value is None or not math.isfinite(value)  # JSON has no NaN and no infinity
 
 
 def _read(path: Path, kind: type[_Kind]) -> _Kind:

@@ -50,19 +50,16 @@ class MediaFiles(Tracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.replace(path, encoded(value, kind), waits=False)  # this may happen in every step: no fsync
         self._files[path] = (step, _size(path))
-        self._make_room()
-
-    def rewind(self, step: int) -> None:
-        """Removes the files of later steps."""
-        for path in [path for path, (when, _) in self._files.items() if when > step]:
-            self._remove(path)
-
-    def _make_room(self) -> None:
         taken = sum(size for _, size in self._files.values())
         for path in sorted(self._files, key=lambda path: self._files[path][0]):
             if taken <= self._most:
                 break
             taken -= self._files[path][1]
+            self._remove(path)
+
+    def rewind(self, step: int) -> None:
+        """Removes the files of later steps."""
+        for path in [path for path, (when, _) in self._files.items() if when > step]:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:

@@ -53,8 +53,9 @@ class JSONLTracker(Tracker):
         Reads the attempt from `config["run"]["attempt"]`; if that is missing, uses the largest in the files plus 1.
         """
         self._path, self._superseded = folder / FILE, folder / SUPERSEDED
-        self._attempt = config.get("run", {}).get("attempt") or 1 + _attempts(self._path, self._superseded)
-        if _has_zeros(self._path):
+        attempt, files = config.get("run", {}).get("attempt"), (self._path, self._superseded)
+        self._attempt = attempt or 1 + max((row["attempt"] for path in files for row in _parse(path)), default=0)
+        if any(b"\0" in block for block in _blocks(self._path)):
             _replace(self._path, _parse(self._path))
         self.rewind(-1 if resumed_at is None else resumed_at)
 
@@ -85,7 +86,8 @@ class JSONLTracker(Tracker):
             _append(self._superseded, drop)  # before the cut, so that a crash loses no row
         with _explained(self._path):
             _cut(self._path, begin)
-            self.rows = _count_lines(self._path)
+            with self._path.open("rb") as file:
+                self.rows = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
         self._keep()
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
@@ -207,19 +209,6 @@ def _sync(file: BinaryIO) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- all of it
-def _attempts(*paths: Path) -> int:
-    return max((row["attempt"] for path in paths for row in _parse(path)), default=0)
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _has_zeros(path: Path) -> bool:
-    return any(b"\0" in block for block in _blocks(path))
-
-
 def _parse(path: Path) -> list[Row]:
     return _rows(_lines(path), path)
 

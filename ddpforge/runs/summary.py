@@ -138,13 +138,14 @@ def _standing(folder: RunFolder) -> RunSummary:
     status, rows = folder.status(), latest_rows(folder.path)
     state = _state(status, folder.is_claimed())
     known: Metrics = status["metrics"] if status else {}
+    newest = {name: value for row in rows for name, value in row.items() if name not in _FACTS}
     return RunSummary(
         folder=folder,
         state=state,
         step=max(status["step"] if status else 0, rows[-1]["step"] if rows else 0),
         total_steps=status.get("total_steps") if status else None,
         attempt=folder.attempts(),
-        metrics={**known, **_newest(rows)} if state in ("running", "killed") else known,
+        metrics={**known, **newest} if state in ("running", "killed") else known,
         rate=_rate(rows) if state == "running" else None,
         changed=_changed(folder),
         recipe=flattened(folder.tables()),
@@ -158,10 +159,6 @@ def _state(status: Status | None, claimed: bool | None) -> str:
     if status is None:
         return "new"
     return "killed" if status["state"] == "running" and claimed is False else status["state"]
-
-
-def _newest(rows: Iterable[Row]) -> dict[str, float | None]:
-    return {name: value for row in rows for name, value in row.items() if name not in _FACTS}
 
 
 def _rate(rows: Sequence[Row]) -> float | None:
@@ -330,12 +327,13 @@ class Comparison:
 def compare(folders: Sequence[RunFolder], rows: Sequence[Sequence[Row]] | None = None) -> Comparison:
     """Compares runs with one another; `rows` has their metrics, if the caller has read them already."""
     recipes = [flattened(folder.tables()) for folder in folders]
+    around = [flattened(folder.surroundings(launcher=False)) for folder in folders]
     measured = [_summary(mine) for mine in (rows if rows is not None else map(_rows, folders))]
     return Comparison(
         runs=[str(folder.path) for folder in folders],
         recipe={key: [one.get(key) for one in recipes] for key in _different(recipes) if key not in _PLACE},
         code=_unlike([_code(folder) for folder in folders]),
-        environment=_unlike([_environment(folder) for folder in folders]),
+        environment=_unlike([{key: value for key, value in one.items() if key not in _MOMENT} for one in around]),
         metrics={name: [one.get(name) for one in measured] for name in _keys(measured)},
     )
 
@@ -353,11 +351,6 @@ def _code(folder: RunFolder) -> dict[str, str]:
     """Returns the first 12 digits of the sha256 of each copy of local code."""
     copies = sorted((folder.path / "code").rglob("*.py"))
     return {path.relative_to(folder.path).as_posix(): sha256(folder.code(path)).hexdigest()[:12] for path in copies}
-
-
-def _environment(folder: RunFolder) -> dict[str, Any]:
-    known = flattened(folder.surroundings(launcher=False))
-    return {key: value for key, value in known.items() if key not in _MOMENT}
 
 
 # ---------------------------------------------------------------------------------------------- metrics

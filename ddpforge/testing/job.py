@@ -75,11 +75,15 @@ class Site:
         check("chosen", chosen, problems)
         parts = build_checked(chosen, self.world, problems, samples=False)
         checkpoints = Checkpoints(
-            self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.global_ranks
+            self.folder / folder,
+            recipe.checkpoint,
+            peers=self.peers,
+            ranks=self.world.global_ranks,
+            keep_every=parts.plan.every.get("checkpoint.keep.every"),
         )
         (self.folder / folder).mkdir(exist_ok=True)
         trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, life=ExitStack())
-        trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.global_ranks.size}
+        trainer.saving.begin({"strategy": recipe.strategy.use, "world_size": self.world.global_ranks.size})
         return trainer
 
     def gather(self, value: Any) -> list[Any]:

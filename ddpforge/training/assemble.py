@@ -18,23 +18,30 @@ from ddpforge.errors import ForgeError, PluginError, UsageError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.ranks.run_limits import RunLimits
+from ddpforge.ranks.signals import StopRequests
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.blocks import find_blocks
+from ddpforge.training.cadence import Cadences
+from ddpforge.training.callback_calls import CallbackCalls
 from ddpforge.training.checkpoint_saver import CheckpointSaver
-from ddpforge.training.checks import check_first_step, check_together, compare_built
+from ddpforge.training.checks import FirstStepCheck, check_first_step, check_together, compare_built
+from ddpforge.training.consensus import Consensus, PeriodicCheck
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.features import Assembled, Feature, features_of, merged, rework
 from ddpforge.training.initial_weights import load_initial
-from ddpforge.training.learning_rates import check_scheduled_values
+from ddpforge.training.learning_rates import Rates, check_scheduled_values
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
+from ddpforge.training.milestones import Milestones
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import local_groups, parameter_groups
 from ddpforge.training.restoring import OF_TASK, restore_callbacks, restore_kept, restore_weights
+from ddpforge.training.rows import RowBuilder
 from ddpforge.training.stages import Built, Dealt
+from ddpforge.training.stepping import Stepping
 
-__all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses"]
+__all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses", "connect"]
 
 log = logging.getLogger("ddpforge")
 
@@ -78,32 +85,58 @@ def assemble(
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)
-    features = features_of(Assembled(parts=parts, world=world, replica=replica, begins=begins, trains=True))
-    beside = _callbacks_of(parts, features)
+    run = Assembled(parts=parts, world=world, replica=replica, begins=begins, trains=True)
+    features = features_of(run)
+    callbacks = {**_callbacks_of(parts, features), **parts.callbacks}
     shows = MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
     parts.task.log_media = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
-    return Trainer(
-        recipe=recipe,
-        world=world,
-        replica=replica,
-        task=parts.task,
-        optimizer=optimizer,
-        schedules=parts.schedules,
-        value_schedules=parts.value_schedules,
-        plan=parts.plan,
-        training=parts.training,
-        evaluator=_evaluator(parts, world, replica, features, {**beside, **parts.callbacks}),
-        callbacks={**beside, **parts.callbacks},
-        checkpoints=checkpoints,
-        tracker=tracker,
+    return connect(
+        run,
+        optimizer,
+        callbacks,
+        features,
+        checkpoints,
+        tracker,
         saving=saving,
         limits=limits,
         shows=shows,
         first_checks=first_checks,
-        features=features,
     )
+
+
+def connect(
+    run: Assembled,
+    optimizer: Optimizer,
+    callbacks: Mapping[str, Callback],
+    features: Sequence[Feature],
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    *,
+    saving: CheckpointSaver | None = None,
+    limits: RunLimits | None = None,
+    shows: MediaLogger | None = None,
+    first_checks: Sequence[FirstStepCheck] = (),
+) -> Trainer:
+    """Builds the parts of the loop for a run whose model, optimizer and callbacks are ready; returns its trainer.
+
+    Call it before any state is restored: the recipe sets the learning rates, not a checkpoint.
+    """
+    parts, world, replica = run.parts, run.world, run.replica
+    shows = shows or MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
+    cadences = Cadences(parts.recipe, parts.plan, evaluates=bool(parts.evaluation))
+    consensus = Consensus(world.global_ranks, StopRequests(), cadences.keys, limits)
+    calls = CallbackCalls(callbacks, replica, world.global_ranks)
+    evaluator = _evaluator(parts, world, replica, features, callbacks, PeriodicCheck(consensus.poll))
+    saving = saving or CheckpointSaver(checkpoints, parts.recipe.checkpoint, replica, calls, tracker, features)
+    groups = parts.recipe.optimizer.groups.items()
+    starts = {name: parts.plan.horizon.steps(group.start) for name, group in groups if group.start}
+    rates = Rates(optimizer, parts.schedules, parts.value_schedules, starts)
+    rows = RowBuilder(run, rates, tracker, features)
+    stepping = Stepping(run, rates, calls, saving, shows, features, first_checks)
+    milestones = Milestones(run, evaluator, saving, rows, calls, consensus, features)
+    return Trainer(run, optimizer, stepping, milestones, rows, calls, consensus, cadences, shows, features)
 
 
 @contextmanager
@@ -224,6 +257,7 @@ def _evaluator(
     replica: Replica,
     features: Sequence[Feature],
     callbacks: Mapping[str, Callback],
+    looks: PeriodicCheck | None = None,
 ) -> Evaluator:
     return Evaluator(
         world=world,
@@ -233,6 +267,7 @@ def _evaluator(
         callbacks=callbacks,
         seed=parts.recipe.train.seed,
         features=features,
+        looks=looks,
     )
 
 

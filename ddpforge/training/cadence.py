@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from ddpforge.interfaces.durations import Duration
+from ddpforge.recipe.run_plan import RunPlan
+from ddpforge.recipe.schema import Recipe
 
-__all__ = ["Alarm", "Cadence", "Stopwatch"]
+__all__ = ["Alarm", "Cadence", "Cadences", "Stopwatch"]
 
 
 class Alarm:
@@ -43,6 +45,28 @@ class Cadence:
             return False
         self.alarm.reset()
         return True
+
+
+class Cadences:
+    """Cadences of a run: `log_every` in steps, `save`, and `evaluation`, which is None without an evaluation set."""
+
+    def __init__(self, recipe: Recipe, plan: RunPlan, *, evaluates: bool) -> None:
+        self.log_every = plan.every["track.every"]
+        self.save = Cadence("checkpoint.every", recipe.checkpoint.every, plan.every)
+        self.evaluation = Cadence("train.eval_every", recipe.train.eval_every, plan.every) if evaluates else None
+        self.keys = [one.key for one in (self.save, self.evaluation) if one]
+        self._length = recipe.train.length
+
+    def alarms(self, passed: float) -> list[Alarm]:
+        """Returns the alarms of a run that has trained for `passed` seconds."""
+        found = [one.alarm for one in (self.save, self.evaluation) if one and one.alarm]
+        return [*found, Alarm("end", self._length.seconds - passed)] if self._length.is_time else found
+
+    def owes_evaluation(self, step: int, end: float) -> bool:
+        """True if the evaluation of `step` was due when the run stopped there; `end` is the last step of the run."""
+        if self.evaluation is None or step == 0:
+            return False
+        return step >= end or (not self.evaluation.alarm and self.evaluation.due(step, ()))
 
 
 class Stopwatch:

@@ -23,7 +23,10 @@ Wishes = Mapping[str, bool | GoBack | None]
 
 
 class CallbackCalls:
-    """Calls the callbacks of a run in their order; a request of one rank holds for all ranks."""
+    """Calls the callbacks of a run in their order; a request of one rank holds for all ranks.
+
+    `sets_rates` is True if a callback multiplies learning rates.
+    """
 
     def __init__(self, callbacks: Mapping[str, Callback], replica: Replica, ranks: Ranks) -> None:
         self.callbacks, self._replica, self._ranks = callbacks, replica, ranks
@@ -38,15 +41,11 @@ class CallbackCalls:
     def restart(self) -> None:
         """Finds the methods of callbacks anew: a callback may have got one when it started."""
         self._setting_rates = overriding(self.callbacks, "lr_factor")
+        self.sets_rates = bool(self._setting_rates)
         self._adding_columns = overriding(self.callbacks, "on_log")
         self._factor = 1.0  # product of the callbacks' `lr_factor`
 
     # -- learning rates
-    @property
-    def sets_rates(self) -> bool:
-        """True if a callback multiplies learning rates."""
-        return bool(self._setting_rates)
-
     def lr_factor(self) -> float:
         """Returns the product of the callbacks' `lr_factor`; raises PluginError for an invalid factor."""
         self._factor = 1.0

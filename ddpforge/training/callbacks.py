@@ -61,23 +61,20 @@ def add_numbers(found: dict[str, float], name: str, method: str, returned: Any, 
 
     Raises PluginError if they are not numbers by name, or if `found` has the name already.
     """
-    for key, value in _numbers(name, method, returned).items():
+    try:
+        numbers = {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise PluginError(
+            f"callback `{name}` returned {returned!r:.200} from `{method}`",
+            hints=["return a mapping from names to numbers; `{}` if there is nothing to report"],
+        ) from error
+    for key, value in numbers.items():
         if (full := prefix + key) in found:
             raise PluginError(
                 f"callback `{name}` reports {full}, which the run reports already",
                 hints=[f"return it from `{method}` under another name"],
             )
         found[full] = value
-
-
-def _numbers(name: str, method: str, returned: Any) -> dict[str, float]:
-    try:
-        return {key: value if isinstance(value, int) else float(value) for key, value in returned.items()}
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise PluginError(
-            f"callback `{name}` returned {returned!r:.200} from `{method}`",
-            hints=["return a mapping from names to numbers; `{}` if there is nothing to report"],
-        ) from error
 
 
 def state_of(name: str, callback: Callback) -> Mapping[str, Any]:

@@ -10,9 +10,10 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Replica, Tracker
+from ddpforge.interfaces import CanonicalState, Replica, Tracker
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.callback_calls import CallbackCalls
 from ddpforge.training.callbacks import state_of
 from ddpforge.training.features import Feature, methods_of
 from ddpforge.training.progress import Progress
@@ -25,8 +26,7 @@ log = logging.getLogger("ddpforge")
 class CheckpointSaver:
     """Writer of checkpoints of a replica and its callbacks, one checkpoint at a time.
 
-    `origin` describes the origin of a checkpoint: recipe, lineage, strategy, ranks. Every method is called on all ranks
-    after the same step, so that they all continue or all stop.
+    Every method is called on all ranks after the same step, so that they all continue or all stop.
     """
 
     def __init__(
@@ -34,20 +34,27 @@ class CheckpointSaver:
         checkpoints: Checkpoints,
         settings: CheckpointSection,
         replica: Replica,
-        callbacks: Callable[[], Mapping[str, Callback]],
+        calls: CallbackCalls,
         tracker: Tracker,
         features: Sequence[Feature] = (),
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
-        self.origin: Mapping[str, Any] = {}
-        self.rows: Callable[[], int | None] = lambda: None  # rows in metrics.jsonl, on the rank that writes it
         self.step: int | None = None  # the newest step that is saved or being saved
         self._replica = replica
-        self._callbacks, self._tracker = callbacks, tracker
+        self._calls, self._tracker = calls, tracker
+        self.begin({})
         self._saved_state = methods_of(features, "saved_state")
         self.copying = False  # whether weights may still be being copied, so that `before_update` must be called
         self._reserved = False  # whether memory for copies is reserved
+
+    def begin(self, origin: Mapping[str, Any], rows: Callable[[], int | None] = lambda: None) -> None:
+        """Sets the facts that the checkpoints of an attempt record.
+
+        `origin` is their recipe, lineage, strategy and ranks; `rows` returns the number of rows in metrics.jsonl, on
+        the rank that writes it.
+        """
+        self._origin, self._rows = origin, rows
 
     @property
     def ready(self) -> bool:
@@ -68,8 +75,8 @@ class CheckpointSaver:
             loop=dict(state.scalars),
             position=progress.to_json(),
             metrics=dict(metrics),
-            rows=self.rows(),
-            **self.origin,
+            rows=self._rows(),
+            **self._origin,
         )
         self.checkpoints.save(facts, self._own(state))
         self.step = progress.step
@@ -91,7 +98,7 @@ class CheckpointSaver:
         self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:
-        return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
+        return RankState.of(state, {name: state_of(name, callback) for name, callback in self._calls.callbacks.items()})
 
     def wait_for_pending(self, *, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if there is one, and reports it to callbacks and tracker.
@@ -114,7 +121,7 @@ class CheckpointSaver:
                 raise
             log.warning("%s; training continues without it", error.message)
             return
-        for callback in self._callbacks().values():
+        for callback in self._calls.callbacks.values():
             callback.on_checkpoint(self.step, folder)
         self._tracker.checkpoint(self.step, folder)
 

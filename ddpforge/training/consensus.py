@@ -100,13 +100,18 @@ class Consensus:
         self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str], limits: RunLimits | None = None
     ) -> None:
         """Prepares ballots; `cadences` are the names of the alarms that may ring, by rank 0's clock."""
-        self._ranks, self._stop = ranks, stop
+        self._ranks, self.stop = ranks, stop
         self._ballot = ConsensusInputs([STOP, HALT, "end", *cadences])
         self.halt: RunLimits = limits or NoLimits()
         self.agreed = Decision()
         self.every = 1  # steps between two ballots
-        self.alarms: Sequence[Alarm] = ()
+        self._alarms: Sequence[Alarm] = ()
         self.pace = Stopwatch()  # since the last ballot; includes callbacks, so that slow ones delay no stop
+
+    def restart(self, alarms: Sequence[Alarm]) -> None:
+        """Begins to measure the pace, and watches `alarms` on this rank: a rank without any receives the result."""
+        self._alarms = alarms
+        self.pace.restart()
 
     def totals(self, *, saved: bool) -> dict[str, float]:
         """Returns this rank's ballot for the reduction of a step, and restarts the pace.
@@ -115,7 +120,7 @@ class Consensus:
         """
         seconds = self.pace.seconds / self.pace.steps
         self.pace.restart()
-        requested = self._requests() | {alarm.name for alarm in self.alarms if alarm.rings()}
+        requested = self._requests() | {alarm.name for alarm in self._alarms if alarm.rings()}
         return self._ballot.totals(requested, seconds=seconds, saved=saved)
 
     def take(self, means: dict[str, float]) -> Decision:
@@ -141,4 +146,4 @@ class Consensus:
         self.agreed = Decision(frozenset((STOP,)))
 
     def _requests(self) -> set[str]:
-        return ({STOP} if self._stop.requested else set()) | ({HALT} if self.halt.stop_requested() else set())
+        return ({STOP} if self.stop.requested else set()) | ({HALT} if self.halt.stop_requested() else set())

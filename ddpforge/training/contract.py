@@ -110,12 +110,7 @@ def verify_contract(contract: Contract, name: str, world: World, weights: Weight
         held = f"{round(model):,} of {size.trainable:,} trainable weights"
         times = "" if kept else f", each part {found[0]} times"
         raise StrategyError(
-            f"{name} promises that {world.global_ranks.size} ranks hold each trainable weight {_times(replicas)}, "
-            f"but they hold "
-            f"{held}{times}",
+            f"{name} promises that {world.global_ranks.size} ranks hold each trainable weight "
+            f"{'once' if replicas == 1 else f'{replicas} times'}, but they hold {held}{times}",
             hints=["this is a bug in the strategy: its sharding does not match its contract"],
         )
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"

@@ -64,12 +64,13 @@ class Evaluator:
         callbacks: Mapping[str, Callback],
         seed: int,
         features: Sequence[Feature] = (),
+        looks: PeriodicCheck | None = None,
     ) -> None:
         self._features = features
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = PeriodicCheck()  # polls for a stop
+        self._looks = looks or PeriodicCheck()  # polls for a stop
         self.failed_together = False  # whether the newest evaluation failed and all ranks know it
         self._has_begun = False  # whether any batch was evaluated
         self._updates = {update: CheckedTask(one, "evaluation") for update, one in tasks_by_update(task).items()}
@@ -84,7 +85,7 @@ class Evaluator:
             raise UsageError("the recipe has no evaluation set: add [data.eval]")
         found: dict[str, float] = {}
         failure: Exception | None = None
-        self.looks.restart()
+        self._looks.restart()
         self._task.step_of_run = step
         with self.evaluating():
             try:
@@ -92,7 +93,8 @@ class Evaluator:
                     means = self._means(name, batches.evaluation(), step)
                     found |= {f"{metric_prefix(name)}{metric}": value for metric, value in means.items()}
                 for name, callback in self.callbacks.items():
-                    self._ask(name, callback, step, found)
+                    seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.dp_ranks.rank), self._world.device)
+                    add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
             except Exception as error:
                 failure = error  # raised after the block: callbacks end without an error, and restore the weights
         if failure:
@@ -108,11 +110,11 @@ class Evaluator:
         """
         if not self._replica.may_evaluate_first:
             return
-        looks, self.looks = self.looks, PeriodicCheck()  # whose pace is that of whole evaluations
+        looks, self._looks = self._looks, PeriodicCheck()  # whose pace is that of whole evaluations
         try:
             self._try_sets()
         finally:
-            self.looks, self._has_begun = looks, False
+            self._looks, self._has_begun = looks, False
 
     def _try_sets(self) -> None:
         with self.evaluating(callbacks=False):
@@ -187,11 +189,6 @@ class Evaluator:
         finally:
             self._task.evaluates = False
         self._replica.module.train()
-
-    def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
-        """Adds the numbers of a callback's `while_evaluating` to `found`."""
-        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.dp_ranks.rank), self._world.device)
-        add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, name: str, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
         """Evaluates the set `name`; returns its means over all ranks, after the task's `finish`.
@@ -300,7 +297,7 @@ class Evaluator:
         try:
             for result in self._replica.run_microbatches(passes(), compute, trains=False):
                 yield *running.popleft(), result
-                self.looks.after_part()
+                self._looks.after_part()
         finally:
             self._task.rng = SampleRNG()
 

@@ -93,20 +93,12 @@ def load_initial(
     _reject_other_forms(missing, unexpected, f"{key} = {json.dumps(source)}")
     take({name: in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
     if ranks.is_rank_zero:
-        _report(
-            path,
-            key,
-            len(taken),
-            {"not in it": missing, "not in the model": unexpected, "skipped by init_ignore": skipped},
-        )
-
-
-def _report(path: Path, key: str, taken: int, rest: Mapping[str, Sequence[str]]) -> None:
-    title = "initial weights" if key == _KEY else key
-    log.info("%s: %d tensors from %s", title, taken, path)
-    for what, names in rest.items():
-        if names:
-            log.warning("%s: %d tensors %s: %s", title, len(names), what, _listed(names))
+        title = "initial weights" if key == _KEY else key
+        log.info("%s: %d tensors from %s", title, len(taken), path)
+        rest = {"not in it": missing, "not in the model": unexpected, "skipped by init_ignore": skipped}
+        for what, names in rest.items():
+            if names:
+                log.warning("%s: %d tensors %s: %s", title, len(names), what, _listed(names))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -180,20 +172,16 @@ def _reject_other_forms(missing: Sequence[str], unexpected: Sequence[str], sourc
     if not pairs:
         return
     there, here = min(pairs)
+    globs = json.dumps(sorted({re.sub(r"\.\d+\.", ".*.", name) for _, name in pairs}))  # in all blocks
     raise UsageError(
         f"{source}: {len(pairs)} layers have another form than in the model, which would keep its own weights there:"
         f" `{there}` is `{here}` in the model",
         hints=[
             "adapters and quantized layers are made of the weights of the model's constructor, e.g. model.pretrained;"
             " `ddpforge export RUN --merge -o FOLDER` writes weights without adapters",
-            f"to keep the model's own values: checkpoint.init_ignore = {_globs(here for _, here in pairs)}",
+            f"to keep the model's own values: checkpoint.init_ignore = {globs}",
         ],
     )
-
-
-def _globs(names: Iterable[str]) -> str:
-    """Returns globs that match `names` in all blocks."""
-    return json.dumps(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))
 
 
 def _plain(name: str) -> str:

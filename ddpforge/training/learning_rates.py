@@ -97,7 +97,7 @@ class Rates:
         starts: Mapping[str, int] = {},
     ) -> None:
         self._starts = starts
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._values = {
             name: (schedule, [_option(group, name, "initial_") for group in optimizer.param_groups])
             for name, schedule in values.items()
@@ -120,7 +120,7 @@ class Rates:
                 group["lr"] = rate * factor if begun else 0.0
         for name, (schedule, initial) in self._values.items():
             factor = schedule(step)
-            for group, value in zip(self._optimizer.param_groups, initial, strict=True):
+            for group, value in zip(self.optimizer.param_groups, initial, strict=True):
                 if value is not None:
                     _set_option(group, name, value * factor)
 
@@ -129,7 +129,7 @@ class Rates:
         found: dict[str, float] = {}
         for name, (_, initial) in self._values.items():
             first = next((index for index, value in enumerate(initial) if value), 0)
-            found[name] = _option(self._optimizer.param_groups[first], name) or 0.0
+            found[name] = _option(self.optimizer.param_groups[first], name) or 0.0
         return found
 
     def named(self) -> Mapping[str, float]:

@@ -10,15 +10,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import Diverged
 from ddpforge.interfaces import Replica
 from ddpforge.training.progress import Progress
 
-__all__ = ["GradientNorms", "NonfinitePolicy", "RollBack"]
+__all__ = ["GradientNorms", "NonfinitePolicy", "RollBack", "Rollbacks"]
 
 log = logging.getLogger("ddpforge")
 
 _MOST_SKIPS = 100  # steps in a row without a finite gradient, after which the policy "skip" raises Diverged
+
+_MOST_ROLLBACKS = 10  # in a row to the same step
 
 
 class GradientNorms:
@@ -56,6 +59,22 @@ class RollBack(Exception):
         self.bad, self.why = bad, why
 
 
+class Rollbacks:
+    """Number of rollbacks in a row to the same step."""
+
+    def __init__(self) -> None:
+        self._number, self._step = 0, -1
+
+    def count(self, request: RollBack, checkpoint: CheckpointReader | None) -> CheckpointReader:
+        """Counts a rollback to `checkpoint`, and returns it; raises Diverged without one, and after too many."""
+        if checkpoint is not None and checkpoint.metadata.step != self._step:
+            self._number, self._step = 0, checkpoint.metadata.step
+        self._number += 1
+        if checkpoint is None or self._number > _MOST_ROLLBACKS:
+            raise Diverged(f"{request.why}, after {self._number - 1} rollbacks")
+        return checkpoint
+
+
 class NonfinitePolicy:
     """Policy of `train.on_nonfinite`: stop, skip or roll back.
 
@@ -63,15 +82,14 @@ class NonfinitePolicy:
     communication. The strategy has not updated the weights with such a gradient.
     """
 
-    def __init__(self, policy: Literal["stop", "skip", "rollback"], replica: Replica) -> None:
-        self._policy, self._replica = policy, replica
-        self.norms = GradientNorms()
+    def __init__(self, policy: Literal["stop", "skip", "rollback"], replica: Replica, norms: GradientNorms) -> None:
+        self._policy, self._replica, self.norms = policy, replica, norms
 
-    def apply(self, progress: Progress, log_row: Callable[[int], None], *, logs: bool) -> None:
+    def apply(self, progress: Progress, log_row: Callable[[int, float], None], *, logs: bool) -> None:
         """Reads the norms since the last call; raises RollBack or Diverged.
 
-        `log_row` logs the row of the newest bad step. It is not called if training continues and this step is the
-        current one, which is logged anyway (`logs`).
+        `log_row` logs the row of the newest bad step, which it receives with its norm. It is not called if training
+        continues and this step is the current one, which is logged anyway (`logs`).
         """
         bad = self.norms.take()
         progress.nonfinite_steps += len(bad)
@@ -79,7 +97,7 @@ class NonfinitePolicy:
             return
         goes_on = self._policy == "skip" and self.norms.nonfinite_in_a_row < _MOST_SKIPS
         if not (goes_on and logs and bad[-1] == progress.step):
-            log_row(bad[-1])
+            log_row(bad[-1], self.norms.newest)
         if self._policy == "rollback":
             raise RollBack(bad, f"the gradient of step {bad[0]} is not finite")
         if not goes_on:

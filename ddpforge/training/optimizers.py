@@ -38,7 +38,13 @@ def build_optimizer(
     an option of [optimizer.schedules].
     """
     if updates:
-        optimizer = _alternating(registry, component, model, updates)
+        parts: dict[str, Optimizer] = {}
+        for name, chosen in parameters_by_update(model, _globs(component, updates)).items():
+            params = parameter_groups(model, component.no_decay, chosen)
+            parts[name] = _built(registry, component.updates[name], model, params)
+        optimizer: Optimizer = AlternatingOptimizer(
+            parts, {name: component.updates[name].clip_norm for name in updates}
+        )
     elif component.groups:
         optimizer = _scaled(_in_groups(registry, component, model, blocks))
     else:
@@ -74,16 +80,6 @@ def _scaled(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _alternating(
-    registry: Registry, component: OptimizerComponent, model: nn.Module, updates: Sequence[str]
-) -> Optimizer:
-    parts: dict[str, Optimizer] = {}
-    for name, chosen in parameters_by_update(model, _globs(component, updates)).items():
-        params = parameter_groups(model, component.no_decay, chosen)
-        parts[name] = _built(registry, component.updates[name], model, params)
-    return AlternatingOptimizer(parts, {name: component.updates[name].clip_norm for name in updates})
-
-
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
     """Builds the recipe's optimizer with the settings of each group, and one optimizer more for each other `use`."""
     params: dict[str, list[dict[str, Any]]] = {"": []}
@@ -112,19 +108,16 @@ def check_parameters(
     """Raises ValueError if `model` lacks parameters or blocks that the recipe's optimizer names."""
     parameter_groups(model, component.no_decay)
     if component.layer_decay is not None:
-        _check_layers(component, find_blocks(model, blocks), updates)
+        repeated = find_blocks(model, blocks)
+        if updates:
+            raise ValueError("layer_decay does not work with updates; set the `lr` of each of [optimizer.updates]")
+        if not repeated:
+            raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
     if updates:
         parameters_by_update(model, _globs(component, updates))
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
             build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen), model=model)
-
-
-def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], updates: Sequence[str]) -> None:
-    if updates:
-        raise ValueError("layer_decay does not work with updates; set the `lr` of each of [optimizer.updates]")
-    if not blocks:
-        raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
 
 
 def shares(component: OptimizerComponent, model: nn.Module, updates: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MethodType
@@ -169,20 +169,17 @@ def match_parameters(model: nn.Module, pattern: str, key: str, *, words: bool = 
     """Returns the parameters that an entry of `key` selects: a glob over full names or, if `words`, a word."""
     known = _WORDS if words else {}
     test = known.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
-    owned = list(_owned(model))
+    owned = [  # every name of every parameter, with the module that holds it under that name
+        (name, module, parameter)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+    ]
     found = [parameter for name, owner, parameter in owned if test(name, owner, parameter)]
 
     if not found and pattern not in known:
         near = get_close_matches(pattern, [*known, *(name for name, *_ in owned)], n=3, cutoff=0)
         raise ValueError(f"{key}: `{pattern}` matches no parameter; similar names: {', '.join(near)}")
     return found
-
-
-def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yields every name of every parameter, with the module that holds it under that name."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            yield name, module, parameter
 
 
 def _is_bias(name: str, owner: nn.Module, parameter: nn.Parameter) -> bool:

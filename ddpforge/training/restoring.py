@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,33 @@ from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, Replica, TensorShard, World
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
-from ddpforge.training.features import Feature, OwnedState, methods_of
+from ddpforge.training.features import Assembled, Feature, OwnedState, methods_of
 from ddpforge.training.initial_weights import in_dtype
 
-__all__ = ["OF_TASK", "is_another", "restore_callbacks", "restore_kept", "restore_weights"]
+__all__ = ["OF_TASK", "restore_callbacks", "restore_kept", "restore_training", "restore_weights"]
 
 log = logging.getLogger("ddpforge")
 
 
 OF_TASK = "task.callback"  # name of the task's own callback, which has no state
+
+
+def restore_training(
+    run: Assembled, callbacks: Mapping[str, Callback], checkpoint: CheckpointReader, features: Sequence[Feature]
+) -> None:
+    """Restores the model, the optimizer and the callbacks; any strategy and any number of ranks may have saved them."""
+    recipe, state = run.parts.recipe, checkpoint.state()
+    # A path of four keys is ("optimizer", "updates", NAME, "schedule"), which has no state.
+    optimizers = [
+        (path, one.use) for path, one in recipe.components().items() if path[0] == "optimizer" and len(path) != 4
+    ]
+    if any(_is_another(checkpoint.metadata, use, *path, world=run.world) for path, use in optimizers):
+        state = replace(state, optimizer={}, extra_state={})
+    for loaded in methods_of(features, "loaded_state"):
+        state = loaded(state)
+    run.replica.load_state(state)
+    restore_callbacks(recipe, callbacks, checkpoint, run.world)
+    checkpoint.finish()
 
 
 def restore_weights(replica: Replica, checkpoint: CheckpointReader, features: Sequence[Feature]) -> None:
@@ -69,31 +88,26 @@ def restore_callbacks(
     facts, kept = checkpoint.metadata, checkpoint.callbacks()
     for name, callback in callbacks.items():
         if isinstance(callback, OwnedState):
-            callback.restore(kept.get(name), partial(is_another, facts, recipe.task.use, "task", world=world))
+            callback.restore(kept.get(name), partial(_is_another, facts, recipe.task.use, "task", world=world))
         elif (
             name in kept
             and name != OF_TASK
-            and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world)
+            and not _is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world)
         ):
             callback.load_state(kept[name])
 
 
-def is_another(facts: CheckpointMetadata, use: str, *table: str, world: World) -> bool:
+def _is_another(facts: CheckpointMetadata, use: str, *table: str, world: World) -> bool:
     """True if the recipe's table had another component than `use` when the checkpoint was saved; logs it."""
-    earlier = _use_in(facts.recipe, table)
-    if earlier is None or earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
+    try:
+        found: Any = upgrade_tables(facts.recipe)
+        for name in (*table, "use"):
+            found = found[name]
+    except (ValueError, KeyError, TypeError):
+        return False  # the checkpoint's recipe has no such table, as after an import
+    earlier = str(found)
+    if earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
         return False
     if world.is_rank_zero:
         log.warning("%s `%s` starts from scratch: the checkpoint has the state of `%s`", ".".join(table), use, earlier)
     return True
-
-
-def _use_in(recipe: str, table: Sequence[str]) -> str | None:
-    """Returns the `use` of a table in a checkpoint's recipe; None if it has none, as after an import."""
-    try:
-        found: Any = upgrade_tables(recipe)
-        for name in (*table, "use"):
-            found = found[name]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return str(found)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Task, Total, World
+from ddpforge.interfaces import StepInfo, Total, Tracker
 from ddpforge.ranks import heartbeat
-from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.training.cadence import Stopwatch
+from ddpforge.training.features import Assembled, Feature, methods_of
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.progress import Progress
-from ddpforge.training.updates import finish_metrics, metric_name
+from ddpforge.training.updates import finish_metrics, metric_name, reported_metrics, update_schedule
 
 __all__ = ["RowBuilder", "TimeBreakdown"]
 
@@ -79,11 +79,18 @@ class TimeBreakdown:
 
 
 class RowBuilder:
-    """Builder of the row of a step, from means over all ranks and this rank's measurements since the last row."""
+    """Builder of the row of a step, from means over all ranks and this rank's measurements since the last row.
 
-    def __init__(self, world: World, task: Task, plan: RunPlan, rates: Rates, updates: int) -> None:
-        """Prepares rows of steps with `updates` updates each."""
-        self._world, self._task, self._plan, self._rates, self._updates = world, task, plan, rates, updates
+    `newest` has the newest value of every metric in the rows that were logged, also in those of evaluations.
+    """
+
+    def __init__(self, run: Assembled, rates: Rates, tracker: Tracker, features: Sequence[Feature]) -> None:
+        parts = run.parts
+        self._world, self._task, self._plan, self._rates = run.world, parts.task, parts.plan, rates
+        self._updates, self._workers = len(update_schedule(parts.updates)), parts.training.workers
+        self._columns = methods_of(features, "row")
+        self.tracker = tracker
+        self.newest: dict[str, float] = {}
         self.stopwatch = Stopwatch()
         self.spending = TimeBreakdown()
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
@@ -135,8 +142,14 @@ class RowBuilder:
                 *(step, self._empty, steps * self._updates),
             )
 
-    def row(self, means: Mapping[str, float], progress: Progress, *, lr: float, grad_norm: float) -> dict[str, float]:
-        """Returns the row of the current step of `progress`."""
+    def info(self, means: Mapping[str, float], progress: Progress, grad_norm: float) -> StepInfo:
+        """Returns the description of the current step, for callbacks; with a row, if there are `means`."""
+        lr = self._rates.optimizer.param_groups[0]["lr"]
+        row = self._row(means, progress, lr=lr, grad_norm=grad_norm) if means else {}
+        seconds = self.stopwatch.seconds / max(1, self.stopwatch.steps)
+        return StepInfo(step=progress.step, samples=progress.samples, lr=lr, seconds=seconds, metrics=row)
+
+    def _row(self, means: Mapping[str, float], progress: Progress, *, lr: float, grad_norm: float) -> dict[str, float]:
         row = {f"train/{name}": value for name, value in finish_metrics(self._task, means).items()}
         row |= {"train/grad_norm": grad_norm, "lr": lr, "samples": progress.samples}
         row |= {metric_name("lr", name): rate for name, rate in self._rates.named().items()}
@@ -151,11 +164,25 @@ class RowBuilder:
             row["epoch"] = progress.step / per_epoch
         if progress.nonfinite_steps:
             row["train/skipped_steps"] = progress.nonfinite_steps
+        for columns in self._columns:
+            row |= columns(progress.step)
         return row
 
-    def finish_window(self, step: int, *, workers: int) -> None:
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Passes a row to the tracker."""
+        self.newest |= row
+        self.tracker.log(step, row)
+
+    def log_nonfinite(self, totals: Mapping[str, Total], progress: Progress, step: int, grad_norm: float) -> None:
+        """Logs a step whose gradient is not finite: its norm and, if it is the current step, its loss. Collective."""
+        ranks, current = self._world.global_ranks, step == progress.step
+        means = ranks.reduce_metrics(totals, reported_metrics(self._task)) if current else {}
+        row = {f"train/{name}": value for name, value in means.items()}
+        self.log(step, {"samples": progress.samples, **row, "train/grad_norm": grad_norm})
+
+    def finish_window(self, step: int) -> None:
         """Begins the window of the next row; logs a hint, once, if much of the last one was spent waiting for data."""
         waited = self._shares.get(heartbeat.NAMES[heartbeat.DATA], 0.0)
-        if advice := self.spending.advice(waited, self.stopwatch.seconds, workers=workers):
+        if advice := self.spending.advice(waited, self.stopwatch.seconds, workers=self._workers):
             log.warning("step %d: %s", step, advice)
         self.stopwatch.restart()

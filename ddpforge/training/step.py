@@ -20,7 +20,7 @@ from ddpforge.ranks import heartbeat
 from ddpforge.training.buffers import unchanged
 from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.checks import check_together
-from ddpforge.training.features import Feature, PassTotals, methods_of
+from ddpforge.training.features import Feature, methods_of
 from ddpforge.training.task_checks import CheckedTask, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
 
@@ -152,7 +152,7 @@ class Stepper:
                     needs_outputs=measure and micro.samples > 0,
                     # Padding samples are no data: statistics must not count them.
                     context=nullcontext if micro.samples else partial(unchanged, self._stateful),
-                    totals=self._further_totals(micro) if self._pass_totals and measure else (),
+                    totals=[total for one in self._pass_totals if (total := one(micro))] if measure else (),
                 )
 
         for result in self._replica.run_microbatches(passes(), self.compute, trains=True):
@@ -177,21 +177,15 @@ class Stepper:
         except Exception as error:
             check_together("failed_pass", error, module, one.batch, "data.train")
             raise
-        measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
+        found = measure(self._task, outputs, one.batch) if one.needs_outputs else {}
+        # Without the rows, because gathering them would slow training down.
+        measured = {name: quantity for name, quantity in found.items() if isinstance(quantity, Total)}
         for further in one.totals:
             measured |= further(loss.detach(), outputs, one.batch)
         heartbeat.beat(heartbeat.BACKWARD)
         if one.last:
             heartbeat.finish_forward()
         return loss, measured
-
-    def _further_totals(self, micro: MicroBatch) -> list[PassTotals]:
-        return [further for one in self._pass_totals if (further := one(micro))]
-
-    def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
-        """Returns the totals of the task's metrics; skips rows, because gathering them would slow training down."""
-        found = measure(self._task, outputs, batch)
-        return {name: quantity for name, quantity in found.items() if isinstance(quantity, Total)}
 
     def _scale(self, items: _Items) -> Tensor | float:
         """Returns the factor from the mean of gradients over data-parallel ranks to the mean over the step's items."""

@@ -362,8 +362,9 @@ def test_save_prunes_by_the_keep_section_of_the_recipe(folder: Path) -> None:
 
 
 def test_milestones_are_kept_once_the_length_of_an_epoch_is_known(folder: Path) -> None:
-    saving = alone(folder, keep={"last": 1})
-    saving.keep_every = 3
+    section = CheckpointSection.model_validate({"keep": {"last": 1}})
+    peers = WriterGroup.alone()
+    saving = Checkpoints(folder, section, peers=peers, ranks=peers.ranks, keep_every=3)
     for step in range(8):
         save(saving, checkpoint_of(step))
 

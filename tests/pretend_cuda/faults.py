@@ -52,9 +52,9 @@ FAULTS = (
     # -- the host waits for the device
     Fault(
         "the gradient norm is read in each step",
-        "training/loop.py",
-        "self.nonfinite.norms.add(step, norm)",
-        "self.nonfinite.norms.add(step, torch.tensor(norm.item()))",
+        "training/stepping.py",
+        "self.norms.add(step, norm)",
+        "self.norms.add(step, torch.tensor(norm.item()))",
         (_waits("mlp fp32 single"),),
     ),
     Fault(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ddpforge.interfaces import (
     Replica,
     RunContext,
     Shuffled,
+    StepInfo,
     Task,
     TensorShard,
     Total,
@@ -36,10 +39,10 @@ from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
-from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.features import Feature
-from ddpforge.training.loop import Trainer
+from ddpforge.training.assemble import connect
+from ddpforge.training.features import Assembled, Feature
 from ddpforge.training.media import MediaLogger
+from ddpforge.training.stages import MISSING, Dealt
 
 
 class Clock:
@@ -147,7 +150,6 @@ class Memory:
     def __init__(self, events: list[str], fails_at: Sequence[int] = ()) -> None:
         self.events, self.fails_at = events, fails_at
         self.saved: list[Saved] = []
-        self.keep_every: int | None = None
         self.waiting: Saved | None = None
         self.asked_for_best: list[tuple[dict[str, float], list[int]]] = []
         self.best = False
@@ -307,31 +309,20 @@ class Loop:
         if recipe.train.on_nonfinite == "skip":
             features.append(RestoredBuffers())
         sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
-        self.evaluator = Evaluator(
-            world=self.replica.world,
-            replica=self.replica,
-            task=task or Sums(),
-            sets={name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
-            callbacks=callbacks or {},
-            seed=0,
-            features=features,
-        )
-        self.trainer = Trainer(
-            recipe=recipe,
-            world=self.replica.world,
-            replica=self.replica,
-            task=task or Sums(),
-            optimizer=self.optimizer,
-            schedules={"": schedule},
-            plan=plan,
-            training=_open(training, batch, shuffle=True),
-            evaluator=self.evaluator,
-            callbacks=callbacks or {},
-            checkpoints=self.checkpoints,  # type: ignore[arg-type]
-            tracker=self.tracker,
-            features=features,
-        )
-        self.trainer.saving.origin = {"strategy": "plain", "world_size": 1}
+        given = {
+            "loaded": SimpleNamespace(recipe=recipe),
+            "task": task or Sums(),
+            "updates": {},
+            "schedules": {"": schedule},
+            "value_schedules": {},
+            "plan": plan,
+            "training": _open(training, batch, shuffle=True),
+            "evaluation": {name: _open(Numbers(size), 2, shuffle=False) for name, size in sizes.items()},
+        }
+        parts = Dealt(**dict.fromkeys((one.name for one in fields(Dealt)), MISSING) | given)
+        run = Assembled(parts=parts, world=self.replica.world, replica=self.replica, begins=True, trains=True)
+        self.trainer = connect(run, self.optimizer, callbacks or {}, features, self.checkpoints, self.tracker)  # type: ignore[arg-type]
+        self.trainer.saving.begin({"strategy": "plain", "world_size": 1})
 
     def fit(self) -> str:
         return self.trainer.fit()
@@ -363,3 +354,53 @@ def noting(events: list[str], name: str) -> Iterator[None]:
     events.append(f"{name} begins")
     yield
     events.append(f"{name} ends")
+
+
+class Watcher(Callback):
+    """Callback that records its calls, and requests a stop after step `until`."""
+
+    def __init__(
+        self, events: list[str] | None = None, until: int = 0, action: Callable[[int], Any] | None = None
+    ) -> None:
+        self.events = [] if events is None else events
+        self.until, self.action = until, action
+        self.told: list[StepInfo] = []
+        self.evaluated: list[tuple[int, dict[str, float]]] = []
+        self.checkpoints: list[int] = []
+        self.taken: Any = None
+
+    def on_step(self, info: StepInfo) -> bool:
+        self.events.append("callback")
+        self.told.append(info)
+        if self.action:
+            self.action(info.step)
+        return info.step == self.until
+
+    def on_log(self, info: StepInfo) -> Mapping[str, float]:
+        return {"twice": 2.0 * info.step}
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
+        self.evaluated.append((step, dict(metrics)))
+        return step == -self.until
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return noting(self.events, "evaluation")
+
+    def on_checkpoint(self, step: int, folder: Any) -> None:
+        self.checkpoints.append(step)
+
+    def state(self) -> dict[str, int]:
+        return {"told": len(self.told)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.taken = state
+
+
+def saved(step: int, **more: Any) -> Saved:
+    """Returns a checkpoint of a loop at `step`; `more` are facts of it."""
+    facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
+    facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more
+    share = RankState(
+        model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
+    )  # type: ignore[union-attr, operator]
+    return Saved(CheckpointMetadata(step=step, **facts), share, {"sgd": {"steps": 7}})

@@ -186,8 +186,9 @@ class SaveAgain(Callback):
         from ddpforge.training.loop import Trainer
 
         def fit(self: Trainer, profile: None = None) -> str:
-            self._began, self.saving.step = time.monotonic(), None
-            self._save(last=True)
+            self.saving.step = None
+            self.milestones.start(self.progress)
+            self.milestones.save(self.progress, last=True)
             self.saving.wait_for_pending(last=True)
             return "preempted"
 

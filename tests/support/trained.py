@@ -70,14 +70,14 @@ def _train(loaded: LoadedRecipe, registry: Registry, folder: Path) -> Trained:
     run = RunFolder.of(parts.recipe, folder / "runs")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     (run.path / "metrics.jsonl").touch()
-    checkpoints = checkpoints_of(run, parts.recipe, world, WriterGroup.of(world.global_ranks, timedelta(seconds=60)))
+    checkpoints = checkpoints_of(run, parts, world, WriterGroup.of(world.global_ranks, timedelta(seconds=60)))
     found = checkpoints.open()
     source = None if found else parts.recipe.checkpoint.init_from
     with ExitStack() as life:
         trainer = assemble(parts, world, checkpoints, tracker, folder=run.path, life=life, init_from=source)
         if found:
             trainer.restore(found)
-        trainer.saving.origin = {"strategy": parts.recipe.strategy.use, "world_size": world.global_ranks.size}
+        trainer.saving.begin({"strategy": parts.recipe.strategy.use, "world_size": world.global_ranks.size})
         trainer.fit()
     held = sum(part.tensor.numel() for part in trainer.replica.weights.shards().values())
     return Trained(tracker.rows, held)

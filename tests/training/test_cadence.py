@@ -1,6 +1,7 @@
 """Cadences by steps and by wall time, and the time per step."""
 
 import pytest
+from support.doubles import Loop
 
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.recipe.run_plan import in_steps
@@ -87,3 +88,20 @@ def test_a_stopwatch_counts_steps_samples_and_training_time(clock: Clock) -> Non
 
     window.restart()
     assert (window.steps, window.samples, window.seconds) == (0, 0, 0)
+
+
+# ---------------------------------------------------------------------------------------------- those of a run
+def test_the_alarms_of_a_run_are_its_cadences_in_wall_time_and_its_remaining_time() -> None:
+    cadences = Loop(length="1m", checkpoint={"every": "10s"}, train={"eval_every": "2st"}).trainer.cadences
+    assert [(alarm.name, alarm.seconds) for alarm in cadences.alarms(45.0)] == [("checkpoint.every", 10), ("end", 15)]
+    assert cadences.keys == ["checkpoint.every", "train.eval_every"]
+    assert Loop(evaluation=False).trainer.cadences.alarms(0.0) == []
+
+
+def test_a_run_owes_the_evaluations_at_its_cadence_and_at_its_end() -> None:
+    cadences = Loop(steps=5, train={"eval_every": "2st"}).trainer.cadences
+    assert [step for step in range(6) if cadences.owes_evaluation(step, end=5)] == [2, 4, 5]
+    by_time = Loop(steps=5, train={"eval_every": "10s"}).trainer.cadences
+    assert [step for step in range(6) if by_time.owes_evaluation(step, end=5)] == [5]
+    without = Loop(steps=5, evaluation=False).trainer.cadences
+    assert not any(without.owes_evaluation(step, end=5) for step in range(6))

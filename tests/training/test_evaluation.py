@@ -278,7 +278,7 @@ def test_named_sets_log_separate_metrics_in_one_row() -> None:
     assert (step, sorted(row)) == (2, names)
     assert (row["eval/few/x"], row["eval/many/x"]) == (0.5, 2.0)
     assert sorted(watcher.received[0]) == names
-    assert {name: value for name, value in loop.trainer.metrics.items() if name.startswith("eval/")} == row
+    assert {name: value for name, value in loop.trainer.rows.newest.items() if name.startswith("eval/")} == row
 
 
 def test_a_callback_stops_training_by_the_metric_of_one_set() -> None:

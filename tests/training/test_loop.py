@@ -5,64 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.doubles import Clock, Line, Loop, Numbers, Plain, Saved, Sums, noting
+from support.doubles import Clock, Line, Loop, Numbers, Plain, Sums, Watcher, saved
 from torch import Tensor, nn
 
 import ddpforge.training.loop
-from ddpforge.checkpoint.state import CheckpointMetadata, RankState
-from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
-from ddpforge.interfaces import Callback, StepInfo
+import ddpforge.training.nonfinite
+from ddpforge.errors import CheckpointError, Diverged, PluginError
+from ddpforge.interfaces import Callback
 from ddpforge.launchers.exit_record import ExitRecords
 from ddpforge.ranks.run_limits import NoLimits
 from ddpforge.ranks.signals import NoData
 from ddpforge.training.cadence import Stopwatch
-
-
-class Watcher(Callback):
-    """Callback that records its calls, and requests a stop after step `until`."""
-
-    def __init__(
-        self, events: list[str] | None = None, until: int = 0, action: Callable[[int], Any] | None = None
-    ) -> None:
-        self.events = [] if events is None else events
-        self.until, self.action = until, action
-        self.told: list[StepInfo] = []
-        self.evaluated: list[tuple[int, dict[str, float]]] = []
-        self.checkpoints: list[int] = []
-        self.taken: Any = None
-
-    def on_step(self, info: StepInfo) -> bool:
-        self.events.append("callback")
-        self.told.append(info)
-        if self.action:
-            self.action(info.step)
-        return info.step == self.until
-
-    def on_log(self, info: StepInfo) -> Mapping[str, float]:
-        return {"twice": 2.0 * info.step}
-
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
-        self.evaluated.append((step, dict(metrics)))
-        return step == -self.until
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return noting(self.events, "evaluation")
-
-    def on_checkpoint(self, step: int, folder: Any) -> None:
-        self.checkpoints.append(step)
-
-    def state(self) -> dict[str, int]:
-        return {"told": len(self.told)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.taken = state
 
 
 @pytest.fixture
@@ -98,13 +57,6 @@ def test_checkpoint_copies_finish_before_updates_and_after_skipped_steps() -> No
     assert loop.events == ["save", *updated, "copied", "step", "log", *left_out, *updated]
 
 
-def test_old_checkpoints_are_deleted_at_the_end_without_delaying_steps() -> None:
-    loop = Loop(steps=2, evaluation=False, checkpoint={"every": "1st"})
-    loop.checkpoints.finish = lambda: loop.events.append("gone")  # type: ignore[method-assign]
-    assert loop.fit() == "done"
-    assert loop.events == ["step", "log", "save", "step", "log", "save", "gone"]
-
-
 @pytest.mark.usefixtures("_norms_are_expensive_to_read")
 def test_memory_for_checkpoint_copies_is_reserved_once_on_a_device() -> None:
     loop, asked = Loop(steps=3), []
@@ -137,33 +89,6 @@ def test_the_learning_rate_is_the_rate_of_the_recipe_times_the_schedule() -> Non
     loop = Loop(steps=1, batch=3, length="3st", schedule=lambda step: 10.0**-step, evaluation=False)
     loop.fit()
     assert loop.model.w.item() == pytest.approx(1.0 - 0.001 * (1 + 0.1 + 0.01))  # type: ignore[union-attr, operator]
-
-
-def test_evaluation_syncs_buffers_and_disables_training_mode() -> None:
-    loop = Loop(steps=2, train={"eval_every": "1st"})
-    loop.fit()
-    assert loop.model.modes == [True, False, False, True, False, False]
-    assert loop.model.training
-    assert loop.replica.synced == 3  # two evaluations and the save at the end
-    assert dict(loop.tracker.rows[-1][1])["eval/x"] == 1.0
-
-
-def test_buffers_are_synced_before_a_save() -> None:
-    loop = Loop(steps=4, evaluation=False, checkpoint={"every": "2st"})
-    loop.fit()
-    assert loop.replica.synced == 2
-
-
-def test_metrics_of_an_older_evaluation_are_not_saved_with_newer_weights() -> None:
-    loop = Loop(steps=5, train={"eval_every": "4st"}, checkpoint={"every": "1st"}, length="7st")
-    loop.fit()
-    evaluated = {
-        saved.metadata.step
-        for saved in loop.checkpoints.saved
-        if any("eval/" in name for name in saved.metadata.metrics)
-    }
-    assert evaluated == {4, 7}
-    assert all("train/loss" in saved.metadata.metrics for saved in loop.checkpoints.saved)
 
 
 def test_speed_covers_the_steps_since_the_last_row() -> None:
@@ -261,7 +186,7 @@ class Read:
 
 def test_the_samples_of_a_step_include_all_ranks() -> None:
     loop = Loop(steps=2, batch=5, evaluation=False, replica=Plain(ranks=2))
-    loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Read(loop.trainer.stepping.training, step_samples=10)  # type: ignore[assignment]
     loop.fit()
     assert [row["samples"] for _, row in loop.tracker.rows] == [10, 20]
     assert loop.checkpoints.saved[-1].metadata.samples == 20
@@ -269,7 +194,7 @@ def test_the_samples_of_a_step_include_all_ranks() -> None:
 
 def test_ranks_that_read_different_samples_of_a_stream_are_refused() -> None:
     loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
-    loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Read(loop.trainer.stepping.training, read=5)  # type: ignore[assignment]
     mean = loop.replica.ranks.reduce_metrics
     loop.replica.ranks.reduce_metrics = lambda totals, *rest: mean(  # type: ignore[method-assign]
         {name: (x + 7) / 2 if name == "?read1" else (x + 49) / 2 if name == "?read2" else x
@@ -404,7 +329,7 @@ def test_a_stop_request_interrupts_an_evaluation(monkeypatch: pytest.MonkeyPatch
     watcher = Watcher()
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
     watcher.events = loop.events
-    object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
+    object.__setattr__(loop.trainer.evaluator.sets[""], "_data", Stopping(9, at=3))
     assert loop.fit() == "preempted"
     stopped = int(at.removesuffix("st"))
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
@@ -441,7 +366,7 @@ def test_the_owner_of_a_run_halts_it_without_a_restart(tmp_path: Path, monkeypat
 
 def test_a_wall_time_run_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 11))
     loop.trainer.calls.callbacks = {"watch": watcher}
@@ -454,7 +379,7 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     loop.trainer.restore(saved(4, position={"seconds": 50.0, "skipped": 0, "left_out": []}))  # type: ignore[arg-type]
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 6))
@@ -467,7 +392,7 @@ def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
 def test_a_wall_time_run_that_is_stopped_twice_saves_the_time_of_all_attempts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ddpforge.training.loop.time.monotonic", clock := Clock())
+    monkeypatch.setattr("ddpforge.training.milestones.time.monotonic", clock := Clock())
     spent: list[float] = []
     newest: Any = None
     for _ in range(3):
@@ -580,14 +505,14 @@ def test_a_rollback_before_the_first_save_restarts_at_step_0() -> None:
 
 
 def test_too_many_rollbacks_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 2)
+    monkeypatch.setattr(ddpforge.training.nonfinite, "_MOST_ROLLBACKS", 2)
     loop = Loop(steps=9, bad=[2, 4, 6], train={"on_nonfinite": "rollback"}, evaluation=False)
     with pytest.raises(Diverged, match="the gradient of step 6 is not finite, after 2 rollbacks"):
         loop.fit()
 
 
 def test_only_consecutive_rollbacks_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 1)
+    monkeypatch.setattr(ddpforge.training.nonfinite, "_MOST_ROLLBACKS", 1)
     options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "2st"}}
     loop = Loop(steps=9, bad=[3, 6, 9], **options, evaluation=False)
     assert loop.fit() == "done"
@@ -596,58 +521,6 @@ def test_only_consecutive_rollbacks_are_limited(monkeypatch: pytest.MonkeyPatch)
         4,
         8,
     ]
-
-
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_a_step_is_saved_once_and_callbacks_are_called() -> None:
-    watcher = Watcher()
-    loop = Loop(steps=4, checkpoint={"every": "2st", "at_start": True}, callbacks={"watch": watcher})
-    loop.fit()
-    assert loop.checkpoints.steps() == watcher.checkpoints == [0, 2, 4]
-    facts = loop.checkpoints.saved[1].metadata
-    assert (facts.step, facts.samples, facts.loop) == (2, 2, {"scale": 3.0})
-    assert loop.checkpoints.saved[1].share.callbacks == {"watch": {"told": 2}}
-
-
-def test_on_failure_decides_if_a_failed_checkpoint_stops_the_run() -> None:
-    failing: dict[str, Any] = {"steps": 6, "fails_at": [2], "evaluation": False}
-    loop = Loop(**failing, checkpoint={"every": "2st", "on_failure": "continue"})
-    assert loop.fit() == "done"
-    assert loop.checkpoints.steps() == [4, 6]
-
-    loop = Loop(**failing, checkpoint={"every": "2st", "on_failure": "stop"})
-    with pytest.raises(CheckpointError):
-        loop.fit()
-
-
-def test_a_failed_last_checkpoint_always_fails_the_run() -> None:
-    for background in (True, False):
-        loop = Loop(
-            steps=2, fails_at=[2], evaluation=False, checkpoint={"on_failure": "continue", "async_save": background}
-        )
-        with pytest.raises(CheckpointError):
-            loop.fit()
-
-
-def test_checkpoints_in_progress_count_in_the_search_for_the_best() -> None:
-    """Saves are at steps 2 and 4, evaluations at 3 and 6. The second search must include the save at 4."""
-    loop = Loop(
-        steps=6,
-        train={"eval_every": "3st"},
-        checkpoint={"every": "2st", "keep": {"last": 1, "best": 1, "monitor": "eval/loss"}},
-    )
-    loop.checkpoints.ready = lambda: False  # type: ignore[method-assign]
-    loop.fit()
-    assert [steps for _, steps in loop.checkpoints.asked_for_best] == [[2]]
-
-
-def test_a_new_best_is_saved_at_once() -> None:
-    loop = Loop(steps=4, train={"eval_every": "3st"}, checkpoint={"keep": {"best": 1, "monitor": "eval/loss"}})
-    loop.checkpoints.best = True
-    loop.fit()
-    assert loop.checkpoints.steps() == [3, 4]
 
 
 class Tuned(Line):
@@ -674,15 +547,6 @@ def test_frozen_weights_that_checkpoints_omit_must_not_change(moves: bool) -> No
 
 
 # ---------------------------------------------------------------------------------------------- resuming
-
-
-def saved(step: int, **more: Any) -> Saved:
-    facts: dict[str, Any] = {"position": {"seconds": 5.0, "skipped": 1, "left_out": [2]}, "loop": {"scale": 2.0}}
-    facts |= {"strategy": "plain", "world_size": 1, "samples": step} | more
-    share = RankState(
-        model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
-    )  # type: ignore[union-attr, operator]
-    return Saved(CheckpointMetadata(step=step, **facts), share, {"sgd": {"steps": 7}})
 
 
 def test_a_resumed_run_continues_from_its_checkpoint() -> None:
@@ -734,21 +598,6 @@ def test_the_attribute_step_of_a_task_is_its_own() -> None:
     task = Counting()
     Loop(steps=2, task=task, evaluation=False).fit()
     assert task.step == 102
-
-
-@pytest.mark.parametrize(("done", "first"), [({}, [3, 6]), ({"eval/loss": 1.0}, [6])])
-def test_a_resumed_run_performs_an_evaluation_that_a_stop_skipped(done: dict[str, float], first: list[int]) -> None:
-    loop = Loop(steps=6, train={"eval_every": "3st"})
-    loop.trainer.restore(saved(3, metrics=done))  # type: ignore[arg-type]
-    loop.fit()
-    assert loop.tracker.steps("eval/loss") == first
-
-
-def test_a_resumed_run_performs_a_missing_final_evaluation() -> None:
-    loop = Loop(steps=6, train={"eval_every": "4st"})
-    loop.trainer.restore(saved(6))  # type: ignore[arg-type]
-    loop.fit()
-    assert loop.tracker.steps("eval/loss") == [6]
 
 
 def test_state_of_a_different_optimizer_or_callback_is_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
@@ -944,72 +793,7 @@ def test_different_rate_factors_on_ranks_are_refused(factor: float) -> None:
         loop.fit()
 
 
-# ---------------------------------------------------------------------------------------------- failed evaluations
-class Derives(Sums):
-    """Task with a loss that needs gradients, as physics-informed networks do."""
-
-    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Any]:
-        x = batch.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return (slope * batch).sum(), slope.detach()
-
-
-def test_a_failed_evaluation_saves_the_trained_weights_and_ends_the_run() -> None:
-    loop = Loop(steps=6, train={"eval_every": "3st"}, task=Derives())
-    with pytest.raises(RuntimeError, match="does not require grad") as failed:
-        loop.fit()
-    assert loop.checkpoints.steps() == [3]
-    assert any("with torch.enable_grad()" in note for note in failed.value.__notes__)
-
-
-# ---------------------------------------------------------------------------------------------- targets
-class Above(Sums):
-    """Counts only samples of at least `least`."""
-
-    def __init__(self, least: float) -> None:
-        self.least = least
-
-    def count(self, batch: Any) -> Tensor:
-        return (batch >= self.least).sum()
-
-
-def test_a_run_without_valid_targets_is_refused_after_its_last_step() -> None:
-    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
-    with pytest.raises(UsageError, match="no target has counted in 6 steps"):
-        loop.fit()
-    assert loop.tracker.steps() == [1, 2, 3, 4, 5], "the rows before are logged"
-
-
-def test_a_run_without_valid_targets_is_refused_after_100_steps() -> None:
-    loop = Loop(steps=300, task=Above(1e9), evaluation=False, track="50st")
-    with pytest.raises(UsageError, match="no target has counted in 100 steps"):
-        loop.fit()
-
-
-def test_steps_without_valid_targets_are_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
-    assert loop.fit() == "done"
-    assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
-        "by step 6 no target counted in 3 of 6 updates"
-    )
-
-
-def test_the_last_steps_of_a_resumed_run_may_have_no_valid_target() -> None:
-    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
-    loop.trainer.progress.step = 4
-    assert loop.fit() == "done"
-
-
-# ---------------------------------------------------------------------------------------------- a monitor, and no data
-@pytest.mark.parametrize(("monitor", "warned"), [("eval/los", True), ("eval/loss", False)])
-def test_a_monitor_that_no_evaluation_reports_is_logged_with_the_names_that_there_are(
-    monitor: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    keep = {"best": 1, "monitor": monitor, "mode": "min"}
-    Loop(steps=2, train={"eval_every": "1st"}, checkpoint={"keep": keep}).fit()
-    said = [record.getMessage() for record in caplog.records if "no metric is named" in record.getMessage()]
-    assert len(said) == (2 if warned else 0)
-    assert all(f"no metric is named {monitor}, " in one and "eval/loss" in one for one in said)
+# ---------------------------------------------------------------------------------------------- no data
 
 
 class Dry(Read):
@@ -1027,7 +811,7 @@ class Dry(Read):
 
 def test_a_stream_without_data_before_the_first_step_is_an_error_and_saves_nothing() -> None:
     loop = Loop(steps=6, evaluation=False)
-    loop.trainer.training = Dry(loop.trainer.training, 0)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Dry(loop.trainer.stepping.training, 0)  # type: ignore[assignment]
     with pytest.raises(NoData, match="no data came"):
         loop.fit()
     assert loop.checkpoints.steps() == []
@@ -1035,6 +819,6 @@ def test_a_stream_without_data_before_the_first_step_is_an_error_and_saves_nothi
 
 def test_a_stream_without_further_data_ends_the_run_as_preempted_and_saves_the_last_step() -> None:
     loop = Loop(steps=6, evaluation=False)
-    loop.trainer.training = Dry(loop.trainer.training, 2)  # type: ignore[assignment]
+    loop.trainer.stepping.training = Dry(loop.trainer.stepping.training, 2)  # type: ignore[assignment]
     assert loop.fit() == "preempted"
     assert loop.checkpoints.steps() == [2]

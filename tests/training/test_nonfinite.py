@@ -1,11 +1,14 @@
 """Gradient norms are read in one transfer: nonfinite steps, their number in a row, and the newest norm."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from support.doubles import saved
 
-from ddpforge.training.nonfinite import GradientNorms
+from ddpforge.errors import Diverged
+from ddpforge.training.nonfinite import GradientNorms, RollBack, Rollbacks
 
 
 def noted(*values: float, first: int = 1) -> GradientNorms:
@@ -47,3 +50,12 @@ def test_a_nonfinite_first_step_counts_as_one_in_a_row() -> None:
     norms = noted(math.nan)
     assert norms.take() == [1]
     assert norms.nonfinite_in_a_row == 1
+
+
+def test_rollbacks_to_a_later_step_are_counted_anew_and_without_a_checkpoint_the_run_diverges() -> None:
+    request, rollbacks = RollBack([7], "the gradient of step 7 is not finite"), Rollbacks()
+    for step in (4, 4, 8):
+        checkpoint: Any = saved(step)
+        assert rollbacks.count(request, checkpoint) is checkpoint
+    with pytest.raises(Diverged, match="the gradient of step 7 is not finite, after 1 rollbacks"):
+        rollbacks.count(request, None)

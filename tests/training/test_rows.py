@@ -8,6 +8,7 @@ import pytest
 from support.doubles import Clock, Loop, Sums
 from torch import Tensor
 
+from ddpforge.errors import UsageError
 from ddpforge.ranks import heartbeat
 from ddpforge.training.cadence import Stopwatch
 from ddpforge.training.progress import Progress
@@ -72,7 +73,7 @@ def test_a_heartbeat_follower_receives_every_phase_until_it_is_removed() -> None
 def test_a_row_has_the_time_shares_of_its_steps(clock: Clock) -> None:
     """Reading a batch takes three seconds, an update one. The evaluation after step 2 belongs to the next row."""
     loop = Loop(steps=4, track="1st", train={"eval_every": "2st"})
-    training: Any = loop.trainer.training
+    training: Any = loop.trainer.stepping.training
     fetch, update = training.training, loop.replica.step
 
     def slowly(start: int) -> Any:
@@ -84,7 +85,7 @@ def test_a_row_has_the_time_shares_of_its_steps(clock: Clock) -> None:
         clock.now += 1.0
         return update()
 
-    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.trainer.stepping.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
     loop.replica.step = step  # type: ignore[method-assign]
     loop.trainer.evaluator._means = lambda *_: clock.__dict__.update(now=clock.now + 4.0) or {}  # type: ignore[method-assign]
     loop.fit()
@@ -99,7 +100,7 @@ def test_waiting_for_data_is_logged_once_with_a_hint(clock: Clock, caplog: pytes
     """Reading a batch takes three seconds, an update one. A row has two steps, except for those of steps 1 and 2."""
     loop = Loop(steps=8, track="2st", evaluation=False)
     loop.trainer.rows.stopwatch = Stopwatch(clock)
-    training: Any = loop.trainer.training
+    training: Any = loop.trainer.stepping.training
     fetch, update = training.training, loop.replica.step
 
     def slowly(start: int) -> Any:
@@ -111,7 +112,7 @@ def test_waiting_for_data_is_logged_once_with_a_hint(clock: Clock, caplog: pytes
         clock.now += 1.0
         return update()
 
-    loop.trainer.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
+    loop.trainer.stepping.training = type("Slow", (), {"training": staticmethod(slowly)})()  # type: ignore[assignment]
     loop.replica.step = step  # type: ignore[method-assign]
     loop.fit()
     (said,) = [record.getMessage() for record in caplog.records if "waiting for data" in record.getMessage()]
@@ -167,3 +168,41 @@ def test_steps_without_a_target_are_counted_anew_after_a_rollback(caplog: pytest
         "by step 5 no target counted in 3 of 5 updates",
         "by step 8 no target counted in 1 of 4 updates",
     ]
+
+
+# ---------------------------------------------------------------------------------------------- targets
+class Above(Sums):
+    """Counts only samples of at least `least`."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def count(self, batch: Any) -> Tensor:
+        return (batch >= self.least).sum()
+
+
+def test_a_run_without_valid_targets_is_refused_after_its_last_step() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    with pytest.raises(UsageError, match="no target has counted in 6 steps"):
+        loop.fit()
+    assert loop.tracker.steps() == [1, 2, 3, 4, 5], "the rows before are logged"
+
+
+def test_a_run_without_valid_targets_is_refused_after_100_steps() -> None:
+    loop = Loop(steps=300, task=Above(1e9), evaluation=False, track="50st")
+    with pytest.raises(UsageError, match="no target has counted in 100 steps"):
+        loop.fit()
+
+
+def test_steps_without_valid_targets_are_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
+    assert loop.fit() == "done"
+    assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
+        "by step 6 no target counted in 3 of 6 updates"
+    )
+
+
+def test_the_last_steps_of_a_resumed_run_may_have_no_valid_target() -> None:
+    loop = Loop(steps=6, task=Above(1e9), evaluation=False)
+    loop.trainer.progress.step = 4
+    assert loop.fit() == "done"

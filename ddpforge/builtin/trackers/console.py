@@ -36,11 +36,13 @@ class ConsoleTracker(Tracker):
     `trained`, `samples`, `sources`, `evaluated`, `steps_per_epoch`, `device` and `device_name` of the run.
     """
 
-    where: Callable[[], tuple[str, int]] | None = None
-    """Returns the current phase of training, and the step."""
-
     def __init__(self) -> None:
         self.clock = time.monotonic
+        self._where: Callable[[], tuple[str, int]] = lambda: ("", 0)
+
+    def follow(self, where: Callable[[], tuple[str, int]]) -> None:
+        """Shows the phase of training and the step that `where` returns."""
+        self._where = where
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Prints a summary of the run."""
@@ -146,7 +148,7 @@ class ConsoleTracker(Tracker):
 
     def _frame(self) -> Text:
         """Returns the current display; called in a separate thread, so that training does not wait for it."""
-        phase, entered = self.where() if self.where else ("", 0)
+        phase, entered = self._where()
         step = max(self._step, entered - 1)
         done = f"{_bar(step / self._total)} {step}/{self._total} {step / self._total:.0%}" if self._total else ""
         lines = [[f"{done or f'step {step}'} {phase}"], [*self._speed(step, self._newest), *_memory()]]

@@ -197,7 +197,7 @@ def test_display_advances_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advances between rows, which may be minutes apart; step 41 is running here, 40 are done."""
     monkeypatch.setattr("sys.stderr", Terminal())
     tracker, clock = started(config())
-    tracker.where = lambda: ("backward", 41)
+    tracker.follow(lambda: ("backward", 41))
     tracker.log(1, {"train/loss": 0.5, "train/time/data": 0.25})
     clock.now += 39 / 64
     drawn = Console(file=io.StringIO(), width=100)
