@@ -16,7 +16,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 LEFT = {
     ("app.build", "data.sources"),
     ("app.build", "data.streams"),
-    ("app.build", "data.token_limit"),
+    ("app.build", "features.token_limit"),
     ("data.fetching", "data.shard_reader"),
     ("data.fetching", "data.sources"),
     ("data.fetching", "data.streams"),

@@ -29,8 +29,8 @@ from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.data.streams import is_stream
-from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
+from ddpforge.features.token_limit import TokenLimit
 from ddpforge.interfaces import (
     AuxiliaryModule,
     BatchSampler,

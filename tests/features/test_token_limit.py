@@ -12,8 +12,8 @@ from ddpforge.builtin.samplers.bucketed import Bucketed
 from ddpforge.builtin.samplers.curricula import Growing
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.sources import Sources, mixture_of
-from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import UsageError
+from ddpforge.features.token_limit import TokenLimit
 from ddpforge.interfaces import BatchSampler, Duration, Shuffled
 from ddpforge.recipe.schema import DataSection
 
