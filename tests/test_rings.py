@@ -14,16 +14,9 @@ ALLOWED: dict[tuple[str, str], str] = {
 }
 # Arrows that a hook must still turn round. Only shrinks.
 LEFT = {
-    ("app.build", "data.sources"),
-    ("app.build", "data.streams"),
-    ("app.build", "features.token_limit"),
-    ("data.fetching", "data.shard_reader"),
-    ("data.fetching", "data.sources"),
-    ("data.fetching", "data.streams"),
     ("strategies", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.optimizer_probe"),
     ("strategies.torch_replica", "strategies.parameter_guard"),
-    ("training.loaders", "data.streams"),
 }
 # Modules that tools and commands import besides `ddpforge.api`, public contracts and each other, each with the reason.
 TOOLS = r"tools|testing|interop|cli|pytest_options"

@@ -117,9 +117,8 @@ class MicroBatch(NamedTuple):
     last: bool  # this rank's last micro-batch of the step
     shard: int  # the virtual rank, see `RankShare`
     number: int  # within the virtual rank
-    read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
+    read: int = 0  # for iterable datasets: fingerprint of the samples read so far
     places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
-    sources: Sequence[int] | None = None  # in training on several sources: number of the source of each sample
     items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.data.collating import collate_of
+from ddpforge.data.fetching import is_stream
 from ddpforge.data.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.data.pytree import merge
-from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Horizon, ShardedDataset, class_names_of
 from ddpforge.interfaces.durations import Duration
@@ -48,6 +48,7 @@ class JoinedSources:
         self.random = any(getattr(source, "random", True) for source in self._sources)
         self.forkable = all(getattr(source, "forkable", False) for source in self._sources)
         own = [one.collate for one in self._sources if hasattr(one, "collate") and not hasattr(one, "__getitems__")]
+        self.keeps_places = True  # in micro-batches of training, see `source_of`
         self.collate: Callable[[Any], Any] | None = like.collate if like else next(iter(own), None)
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class JoinedSources:
         found: NDArray[np.int64] = self._ends - np.array(self.sizes)
         return found
 
-    def source_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
+    def source_of(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Returns the number of the source of each sample."""
         found: NDArray[np.int64] = np.searchsorted(self._ends, ids, side="right")
         return found
@@ -244,6 +245,7 @@ def mixture_of(
         changes = weights_over_steps(weights)
         stages = [Shares(start, _cycle(start // batches_per_step, of_sources)) for start, of_sources in changes]
     order = MixtureSampler(data.sizes, stages, seed=seed, global_batch=global_batch)
+    order.names = data.names
     if isinstance(data, Sources):
         data.follow(order)
     return order

@@ -1,4 +1,4 @@
-"""Iterable datasets: detects them, and divides their samples among ranks and loader processes."""
+"""Iterable datasets: divides their samples among ranks and loader processes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ from ddpforge.data.rng import RandomState, seed_all
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import mix
 
-__all__ = ["Stream", "is_stream", "loader_in"]
+__all__ = ["Stream", "loader_in", "reject_loader"]
 
 _PASS = 0x9A55  # a different seed for reading a stream than for its batches
 _DEPTH = 8
-
-
-def is_stream(data: Any) -> bool:
-    """True for an iterable dataset."""
-    # torch's base class of iterable datasets has a `__getitem__` too, but it only raises.
-    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 def loader_in(data: Any, depth: int = _DEPTH) -> Any:
@@ -44,6 +38,17 @@ def loader_in(data: Any, depth: int = _DEPTH) -> Any:
     return next((loader for loader in found if loader is not None), None)
 
 
+def reject_loader(data: Any) -> None:
+    """Raises PluginError for a DataLoader, and for an iterable dataset that reads one."""
+    if (loader := loader_in(data)) is not None:
+        inside = "" if loader is data else f", which {type(data).__name__} reads,"
+        raise PluginError(
+            f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would choose batches and order itself, "
+            "the same in every epoch",
+            hints=["give the dataset that the loader reads; set batches, order and workers in the recipe"],
+        )
+
+
 class Stream(IterableDataset[MicroBatch]):
     """Micro-batches of a rank from an iterable dataset; every rank and loader process reads all and keeps its part.
 
@@ -53,7 +58,7 @@ class Stream(IterableDataset[MicroBatch]):
     `MicroBatch.read`, a hash of the first sample of every step.
     """
 
-    def __init__(self, data: Any, terms: AssignmentTerms, start: int, stop_after_epoch: bool) -> None:
+    def __init__(self, data: Any, terms: AssignmentTerms, _: object, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = collate_of(data, terms.keys)

@@ -12,9 +12,10 @@ from ddpforge.features.mirror import MirroredRun
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.profiling import ProfiledRun
 from ddpforge.features.restored_buffers import RestoredBuffers
-from ddpforge.features.source_losses import SourceEpochs, SourceLosses
-from ddpforge.features.stream_print import StreamPrint
+from ddpforge.features.source_losses import Mixtures, SourceLosses
+from ddpforge.features.stream_print import Streams
 from ddpforge.features.task_state import TaskStates
+from ddpforge.features.token_limit import MicroBatchesByTokens
 
 FEATURES = [
     FrozenWeightDtype,
@@ -25,9 +26,10 @@ FEATURES = [
     AuxiliaryModules,
     TaskStates,
     FrozenWeights,
-    SourceEpochs,
+    Mixtures,
     SourceLosses,
-    StreamPrint,
+    Streams,
+    MicroBatchesByTokens,
     RestoredBuffers,
     MultiPass,
     SeveralUpdates,

@@ -1,29 +1,34 @@
-"""Losses of the sources of a mixture, from the outputs of the step's own forward passes."""
+"""Mixtures: several sources of training data as one dataset, their epochs, and their losses."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
+from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import select
+from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.interfaces import Task, Total
 from ddpforge.training.contract import contract_of
 from ddpforge.training.features import Assembled, Feature, PassTotals
-from ddpforge.training.stages import Dealt
+from ddpforge.training.problems import Problems
+from ddpforge.training.stages import MISSING, Chosen, Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast
 from ddpforge.training.updates import batches_per_step, update_names
 
-__all__ = ["SamplesOfSource", "SourceEpochs", "SourceLosses", "has_loss_from_outputs", "source_losses"]
+__all__ = ["Mixtures", "SamplesOfSource", "SourceLosses", "has_loss_from_outputs", "source_losses"]
 
 log = logging.getLogger("ddpforge")
 
@@ -37,20 +42,48 @@ class SamplesOfSource(NamedTuple):
     items: Tensor | int
 
 
-class SourceEpochs(Feature):
-    """Epochs of each source, in the rows of a run."""
+class Mixtures(Feature):
+    """Several sources of training data: joins them, orders their samples, and shows their epochs in rows."""
 
-    def __init__(self, parts: Dealt) -> None:
-        self._epochs, self._draws = parts.training.epochs_of_sources, batches_per_step(parts.updates)
+    def __init__(self, order: MixtureSampler, batches: int) -> None:
+        """Prepares for the order of the sources; a step of the run is `batches` steps of it."""
+        self._order, self._batches = order, batches
+
+    @staticmethod
+    def join(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+        """Replaces the sources in `data` by one dataset; removes them if one cannot be used."""
+        sources: dict[str, Any] = {}
+        for name in chosen.recipe.data.sources:
+            with problems.at("data", "train", name):
+                check_source(name, source := data.pop(f"train.{name}", MISSING))
+                sources[name] = source
+        if sources.keys() == chosen.recipe.data.sources.keys():
+            with problems.at("data", "train"):
+                data["train"] = join_sources(sources)
+
+    @staticmethod
+    def order(chosen: Chosen, data: Any) -> MixtureSampler | None:
+        """Returns the order of several sources by their weights."""
+        if not isinstance(data, JoinedSources):
+            return None
+        return mixture_of(
+            chosen.recipe.data,
+            data,
+            seed=chosen.recipe.train.seed,
+            global_batch=chosen.recipe.train.global_batch,
+            batches_per_step=batches_per_step(chosen.updates),
+        )
 
     @classmethod
     def of(cls, run: Assembled) -> Self | None:
         """Returns the feature if the training data has several sources."""
-        return cls(run.parts) if run.trains and run.parts.training.source_names else None
+        order = run.parts.sampler
+        return cls(order, batches_per_step(run.parts.updates)) if isinstance(order, MixtureSampler) else None
 
     @override
     def row(self, step: int) -> Mapping[str, float]:
-        return {f"train/{name}/epochs": count for name, count in self._epochs(step * self._draws).items()}
+        epochs = self._order.epochs_of_sources(step * self._batches)
+        return {f"train/{name}/epochs": count for name, count in zip(self._order.names, epochs, strict=True)}
 
 
 class SourceLosses(Feature):
@@ -66,18 +99,23 @@ class SourceLosses(Feature):
         samples = self.samples(micro)
         return partial(self.totals_of, samples) if samples else None
 
-    def __init__(self, task: Task, names: Sequence[str], *, compiled: bool) -> None:
-        """Prepares for the sources `names`; `compiled`: the task's loss is compiled."""
-        self._task, self._names, self._compiled = task, names, compiled
+    def __init__(
+        self, task: Task, names: Sequence[str], source_of: Callable[[Any], NDArray[Any]], *, compiled: bool
+    ) -> None:
+        """Prepares for the sources `names`.
+
+        `source_of` returns the number of the source of each place in the data; `compiled`: the task's loss is compiled.
+        """
+        self._task, self._names, self._source_of, self._compiled = task, names, source_of, compiled
         self._is_checked = False
 
     def samples(self, micro: MicroBatch) -> dict[str, SamplesOfSource]:
         """Returns the places of each source's samples in a micro-batch, and their items; empty for a padding batch."""
-        if micro.sources is None or not micro.samples:
+        if micro.places is None or not micro.samples:
             return {}
-        found = {}
+        found, sources = {}, self._source_of(micro.places)
         for number, name in enumerate(self._names):
-            rows = [row for row, source in enumerate(micro.sources) if source == number]
+            rows = np.flatnonzero(sources == number).tolist()
             if not rows:
                 continue
             try:
@@ -118,14 +156,15 @@ class SourceLosses(Feature):
 
 def source_losses(parts: Dealt) -> SourceLosses | None:
     """Returns the losses of the recipe's sources; None, and a message in the log, if they cannot be computed."""
-    names = parts.training.source_names
-    if not names or not parts.trains:
+    order = parts.sampler
+    if not isinstance(order, MixtureSampler) or not parts.trains:
         return None
     why = _unknown(parts)
     if why:
         log.info("training reports no losses of single sources: %s", why)
         return None
-    return SourceLosses(parts.task, names, compiled=parts.recipe.train.compile != "off")
+    source_of = parts.data["train"].source_of
+    return SourceLosses(parts.task, order.names, source_of, compiled=parts.recipe.train.compile != "off")
 
 
 def _unknown(parts: Dealt) -> str:

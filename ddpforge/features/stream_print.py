@@ -1,23 +1,38 @@
-"""Streams: checks that all ranks read the same samples from an iterable dataset."""
+"""Iterable datasets: chooses their readers, and checks that all ranks read the same samples."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from typing_extensions import override
 
-from ddpforge.data import MicroBatch
-from ddpforge.data.streams import is_stream
+from ddpforge.data import MicroBatch, is_stream
+from ddpforge.data.fetching import Reader
+from ddpforge.data.shard_reader import ShardedStream, check_parts
+from ddpforge.data.sources import ShardedSources
+from ddpforge.data.streams import Stream, reject_loader
 from ddpforge.errors import PluginError
+from ddpforge.interfaces import ShardedDataset
 from ddpforge.training.features import Assembled, Feature
 
-__all__ = ["StreamPrint"]
+__all__ = ["Streams"]
 
 
-class StreamPrint(Feature):
-    """Fingerprint of the samples that a rank has read from a stream, which all ranks compare."""
+class Streams(Feature):
+    """Iterable datasets: their readers, and a fingerprint of the samples that a rank has read, which ranks compare."""
 
     _read = 0  # fingerprint of the samples up to the newest micro-batch; 0 if it comes from data with a length
+
+    @staticmethod
+    def reader(data: Any) -> Reader | None:
+        """Returns the reader of an iterable dataset; raises PluginError for a loader, and for parts without sizes."""
+        if is_stream(data):
+            reject_loader(data)
+        if isinstance(data, ShardedDataset):
+            check_parts(data)
+        if isinstance(data, ShardedDataset | ShardedSources):
+            return ShardedStream
+        return Stream if is_stream(data) else None
 
     @classmethod
     def of(cls, run: Assembled) -> Self | None:

@@ -16,12 +16,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
+from ddpforge.data import Batches, MicroBatch, RankShare, is_stream, mix, seed_all, to_device
 from ddpforge.data.fetching import fetch_some
-from ddpforge.data.streams import is_stream, loader_in
+from ddpforge.data.streams import loader_in
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import BatchSampler, sampler
 from ddpforge.interfaces.permutation import permute
+from ddpforge.training.loaders import open_data
 
 
 class Numbers:
