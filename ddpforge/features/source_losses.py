@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
-from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import select
-from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
+from ddpforge.features.mixture import MixtureSampler
+from ddpforge.features.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.interfaces import Task, Total
 from ddpforge.training.contract import contract_of
 from ddpforge.training.features import Assembled, Feature, PassTotals

@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from ddpforge.data import MicroBatch, is_stream
 from ddpforge.data.fetching import Reader
-from ddpforge.data.shard_reader import ShardedStream, check_parts
-from ddpforge.data.sources import ShardedSources
-from ddpforge.data.streams import Stream, reject_loader
 from ddpforge.errors import PluginError
+from ddpforge.features.shard_reader import ShardedStream, check_parts
+from ddpforge.features.sources import ShardedSources
+from ddpforge.features.streams import Stream, reject_loader
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.training.features import Assembled, Feature
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data.batch_assignment import Even
-from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.features.auxiliary import OWNER
 from ddpforge.features.float8 import check_float8
+from ddpforge.features.sources import by_name
 from ddpforge.features.task_state import NAME, check_no_parameters, has_state
 from ddpforge.guard.sources import check_names, check_sources, warn_of_late_weights
 from ddpforge.guard.static import kind_of

@@ -21,8 +21,8 @@ from ddpforge.data import MicroBatch, RankShare, to_device
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.features.sources import by_name
 from ddpforge.guard.batch_checks import raise_if_batch_explains
 from ddpforge.guard.sum_reduction import Halves, check_sum_reduction
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World

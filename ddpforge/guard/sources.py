@@ -14,9 +14,9 @@ from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.data.collating import collate_of
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.shard_reader import ShardReader
-from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.errors import ForgeError, UsageError
+from ddpforge.features.shard_reader import ShardReader
+from ddpforge.features.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.interfaces import ShardedDataset, SourceSampler
 from ddpforge.interfaces.forms import described
 from ddpforge.training.data_names import DataNames

@@ -20,8 +20,8 @@ from ddpforge.builtin.tasks.regression import Regression
 from ddpforge.builtin.tasks.segmentation import Segmentation
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
 from ddpforge.data import MicroBatch
-from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import select
+from ddpforge.features.mixture import MixtureSampler
 from ddpforge.features.source_losses import SourceLosses, source_losses
 from ddpforge.interfaces import Contract, Task
 

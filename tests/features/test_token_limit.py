@@ -11,8 +11,8 @@ from torch import Tensor
 from ddpforge.builtin.samplers.bucketed import Bucketed
 from ddpforge.builtin.samplers.curricula import Growing
 from ddpforge.data import MicroBatch, RankShare
-from ddpforge.data.sources import Sources, mixture_of
 from ddpforge.errors import UsageError
+from ddpforge.features.sources import Sources, mixture_of
 from ddpforge.features.token_limit import TokenLimit
 from ddpforge.interfaces import BatchSampler, Duration, Shuffled
 from ddpforge.recipe.schema import DataSection

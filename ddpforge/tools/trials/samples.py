@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddpforge.api import Chosen, MicroBatch, Problems, SingleRank, build, check_built, deal
 from ddpforge.data.pytree import is_object
-from ddpforge.data.sources import JoinedSources
 from ddpforge.errors import UsageError
+from ddpforge.features.sources import JoinedSources
 from ddpforge.interfaces import World, class_names_of
 
 __all__ = ["BatchImages", "BatchSummary", "Leaf", "SplitBatches", "describe", "first_batches", "pictures_of"]

@@ -27,8 +27,8 @@ from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.builtin.datasets.tokens import Tokens
 from ddpforge.data import MicroBatch, RankShare
 from ddpforge.data.batch_assignment import AssignmentTerms
-from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.errors import SetupError, UsageError, library
+from ddpforge.features.shard_reader import ShardedStream
 from ddpforge.training.loaders import open_data
 
 

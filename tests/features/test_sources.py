@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 
 from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.data import Batches, RankShare
-from ddpforge.data.sources import BatchedSources, Sources, by_name, check_source, join_sources, mixture_of
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.sources import BatchedSources, Sources, by_name, check_source, join_sources, mixture_of
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.recipe.schema import DataSection
 from ddpforge.training.loaders import open_data

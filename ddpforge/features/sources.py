@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ddpforge.data.collating import collate_of
 from ddpforge.data.fetching import is_stream
-from ddpforge.data.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.data.pytree import merge
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.interfaces import Horizon, ShardedDataset, class_names_of
 from ddpforge.interfaces.durations import Duration
 

@@ -22,11 +22,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddpforge import compat
 from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
-from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
-from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
+from ddpforge.features.mixture import MixtureSampler
+from ddpforge.features.sources import ShardedSources
 from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
 from ddpforge.interfaces.permutation import key, permute
 

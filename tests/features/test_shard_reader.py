@@ -10,8 +10,8 @@ import torch
 
 from ddpforge.data import Batches, MicroBatch, RankShare
 from ddpforge.data.batch_assignment import AssignmentTerms
-from ddpforge.data.shard_reader import ShardedStream, ShardOrder
 from ddpforge.errors import PluginError
+from ddpforge.features.shard_reader import ShardedStream, ShardOrder
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.training.loaders import open_data
 
