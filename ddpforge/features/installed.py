@@ -12,8 +12,9 @@ from ddpforge.features.mirror import MirroredRun
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.profiling import ProfiledRun
 from ddpforge.features.restored_buffers import RestoredBuffers
-from ddpforge.features.source_losses import Mixtures, SourceLosses
-from ddpforge.features.stream_print import Streams
+from ddpforge.features.source_losses import SourceLosses
+from ddpforge.features.sources import Mixtures
+from ddpforge.features.streams import IterableData
 from ddpforge.features.task_state import TaskStates
 from ddpforge.features.token_limit import MicroBatchesByTokens
 
@@ -28,7 +29,7 @@ FEATURES = [
     FrozenWeights,
     Mixtures,
     SourceLosses,
-    Streams,
+    IterableData,
     MicroBatchesByTokens,
     RestoredBuffers,
     MultiPass,

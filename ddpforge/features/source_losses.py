@@ -1,4 +1,4 @@
-"""Mixtures: several sources of training data as one dataset, their epochs, and their losses."""
+"""Losses of the sources of a mixture, from the outputs of the step's own forward passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,14 @@ from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
 from ddpforge.features.mixture import MixtureSampler
-from ddpforge.features.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.interfaces import Task, Total
 from ddpforge.training.contract import contract_of
 from ddpforge.training.features import Assembled, Feature, PassTotals
-from ddpforge.training.problems import Problems
-from ddpforge.training.stages import MISSING, Chosen, Dealt
+from ddpforge.training.stages import Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast
-from ddpforge.training.updates import batches_per_step, update_names
+from ddpforge.training.updates import update_names
 
-__all__ = ["Mixtures", "SamplesOfSource", "SourceLosses", "has_loss_from_outputs", "source_losses"]
+__all__ = ["SamplesOfSource", "SourceLosses", "has_loss_from_outputs", "source_losses"]
 
 log = logging.getLogger("ddpforge")
 
@@ -40,50 +38,6 @@ class SamplesOfSource(NamedTuple):
 
     rows: Sequence[int]
     items: Tensor | int
-
-
-class Mixtures(Feature):
-    """Several sources of training data: joins them, orders their samples, and shows their epochs in rows."""
-
-    def __init__(self, order: MixtureSampler, batches: int) -> None:
-        """Prepares for the order of the sources; a step of the run is `batches` steps of it."""
-        self._order, self._batches = order, batches
-
-    @staticmethod
-    def join(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
-        """Replaces the sources in `data` by one dataset; removes them if one cannot be used."""
-        sources: dict[str, Any] = {}
-        for name in chosen.recipe.data.sources:
-            with problems.at("data", "train", name):
-                check_source(name, source := data.pop(f"train.{name}", MISSING))
-                sources[name] = source
-        if sources.keys() == chosen.recipe.data.sources.keys():
-            with problems.at("data", "train"):
-                data["train"] = join_sources(sources)
-
-    @staticmethod
-    def order(chosen: Chosen, data: Any) -> MixtureSampler | None:
-        """Returns the order of several sources by their weights."""
-        if not isinstance(data, JoinedSources):
-            return None
-        return mixture_of(
-            chosen.recipe.data,
-            data,
-            seed=chosen.recipe.train.seed,
-            global_batch=chosen.recipe.train.global_batch,
-            batches_per_step=batches_per_step(chosen.updates),
-        )
-
-    @classmethod
-    def of(cls, run: Assembled) -> Self | None:
-        """Returns the feature if the training data has several sources."""
-        order = run.parts.sampler
-        return cls(order, batches_per_step(run.parts.updates)) if isinstance(order, MixtureSampler) else None
-
-    @override
-    def row(self, step: int) -> Mapping[str, float]:
-        epochs = self._order.epochs_of_sources(step * self._batches)
-        return {f"train/{name}/epochs": count for name, count in zip(self._order.names, epochs, strict=True)}
 
 
 class SourceLosses(Feature):

@@ -16,7 +16,7 @@ from ddpforge.errors import CheckpointError
 from ddpforge.features.frozen_weights import FrozenWeights, OmittedWeights
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.restored_buffers import RestoredBuffers
-from ddpforge.features.stream_print import Streams
+from ddpforge.features.streams import IterableData
 from ddpforge.interfaces import (
     Callback,
     CanonicalState,
@@ -301,7 +301,7 @@ class Loop:
         assert plan is not None
         kind = OmittedWeights if recipe.checkpoint.save == "trainable" else FrozenWeights
         features: list[Feature] = [
-            Streams(),
+            IterableData(),
             kind(self.replica, self.replica.world.global_ranks),
             MultiPass(self.replica),
         ]
