@@ -6,6 +6,8 @@ from xml.etree import ElementTree
 from support.architecture import PACKAGE, ring, sizes
 from test_layers import MODULES, graph
 
+from ddpforge.features.installed import FEATURES, OBSERVERS
+
 # Arrows out of the kernel, each with its reason.
 ALLOWED: dict[tuple[str, str], str] = {
     ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
@@ -65,6 +67,14 @@ def arrows() -> list[tuple[str, str]]:
 def test_the_kernel_imports_no_ring_above_it() -> None:
     """Includes imports in functions and for type checkers."""
     assert [arrow for arrow in arrows() if arrow not in ALLOWED] == []
+
+
+def test_the_kernel_names_no_feature() -> None:
+    """Includes comments and docstrings: a word of a feature is a hook that is missing."""
+    names = {one.__name__ for one in [*FEATURES, *OBSERVERS]} - {"BatchNorm"}  # a layer, too
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+    kernel = [path for module, path in MODULES.items() if ring(module) == "kernel"]
+    assert [(path.name, found[0]) for path in kernel if (found := words.search(path.read_text(encoding="utf-8")))] == []
 
 
 def test_allowed_arrows_exist() -> None:

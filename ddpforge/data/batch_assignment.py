@@ -191,7 +191,7 @@ class BatchAssigner:
     def fewest(self, steps: int | None) -> tuple[int, int]:
         """Returns the smallest micro-batch of any rank, in a full step and in an epoch's last step of a run of `steps`.
 
-        With a limit of tokens it is 1: the lengths decide.
+        With a limit it is 1: the lengths of samples decide.
         """
         if self.terms.limit:
             return 1, 1
