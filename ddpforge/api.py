@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ddpforge.data import MicroBatch as MicroBatch
     from ddpforge.data import RankShare as RankShare
     from ddpforge.data import mix as mix
-    from ddpforge.data import open_data as open_data
     from ddpforge.data import seed_all as seed_all
     from ddpforge.data.pytree import digest as digest
     from ddpforge.data.pytree import leaves as leaves
@@ -105,6 +104,7 @@ if TYPE_CHECKING:
     from ddpforge.training.contract import contract_of as contract_of
     from ddpforge.training.features import Assembled as Assembled
     from ddpforge.training.features import Feature as Feature
+    from ddpforge.training.loaders import open_data as open_data
     from ddpforge.training.loop import Trainer as Trainer
     from ddpforge.training.oom import explain_oom as explain_oom
     from ddpforge.training.optimizers import build_optimizer as build_optimizer
@@ -129,7 +129,7 @@ _MODULES = {
     "ddpforge.checkpoint.retention": "committed",
     "ddpforge.checkpoint.weights_file": "chosen_weights write_weights",
     "ddpforge.components.registry": "Registry",
-    "ddpforge.data": "Batches MicroBatch RankShare mix open_data seed_all",
+    "ddpforge.data": "Batches MicroBatch RankShare mix seed_all",
     "ddpforge.data.pytree": "digest leaves take to_device",
     "ddpforge.guard.comparison": "TOLERANCES Point Quantity Record Tolerances compare drift_text first_drift",
     "ddpforge.ranks.backend_flags": "explain_determinism_error restored_backend_flags",
@@ -153,6 +153,7 @@ _MODULES = {
     "ddpforge.training.checks": "check check_built",
     "ddpforge.training.contract": "contract_of",
     "ddpforge.training.features": "Assembled Feature",
+    "ddpforge.training.loaders": "open_data",
     "ddpforge.training.loop": "Trainer",
     "ddpforge.training.oom": "explain_oom",
     "ddpforge.training.optimizers": "build_optimizer",

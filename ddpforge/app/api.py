@@ -25,7 +25,7 @@ from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.checkpoint.weights_file import chosen_weights
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
-from ddpforge.data import RankShare, mix, open_data
+from ddpforge.data import RankShare, mix
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
@@ -41,6 +41,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.initial_weights import load_initial
+from ddpforge.training.loaders import open_data
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import key_of, source_components
 

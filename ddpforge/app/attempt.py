@@ -17,7 +17,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
-from ddpforge.interfaces import RankWatch, RunAttempt, Tracker, World
+from ddpforge.interfaces import RankWatch, RunAttempt, SourceSampler, Tracker, World
 from ddpforge.local_world import is_launched
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import explain_determinism_error
@@ -254,7 +254,7 @@ class Attempt:
 
     def _record_start(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the attempt to the folder and starts the trackers. Returns the origin to store in checkpoints."""
-        step, strategy = trainer.progress.step, self.recipe.strategy.use
+        step, strategy, order = trainer.progress.step, self.recipe.strategy.use, parts.sampler
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
         for observer in self._observers:
             observer.on_begin()
@@ -270,7 +270,7 @@ class Attempt:
             "frozen": parts.size.frozen,
             "held": state_bytes(contract_of(parts.strategy), trainer.replica.weights, parts.size),
             "samples": length_of(parts.data["train"]),
-            "sources": parts.training.shares_of_sources,
+            "sources": dict(zip(order.names, order.shares(), strict=True)) if isinstance(order, SourceSampler) else {},
             "evaluated": {name: length_of(parts.data[key_of(name)]) for name in parts.evaluation},
         }
         self.tracker.start(

@@ -23,13 +23,10 @@ from ddpforge.app.class_names import numbered_alike, with_class_names
 from ddpforge.components.errors import BuildFailed, where_raised
 from ddpforge.components.registry import NamedComponent, Registry
 from ddpforge.components.registry import build as build_component
-from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data, seed_all
-from ddpforge.data.batch_assignment import Even
+from ddpforge.data import RankShare, end_of_epochs, is_stream, mix, seed_all
+from ddpforge.data.batch_assignment import Divider, Even
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
-from ddpforge.data.streams import is_stream
-from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
 from ddpforge.interfaces import (
     AuxiliaryModule,
@@ -37,7 +34,6 @@ from ddpforge.interfaces import (
     EpochBatchSampler,
     Schedule,
     Shuffled,
-    SourceSampler,
     World,
     device_kind,
 )
@@ -51,8 +47,8 @@ from ddpforge.training.checks import check, check_built, check_samples, compare_
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.dense_memory import make_dense
-from ddpforge.training.features import change_built, declared_modules
-from ddpforge.training.loaders import served
+from ddpforge.training.features import change_built, declared_modules, feature_classes, join_data, only_one
+from ddpforge.training.loaders import check_data, open_data, served
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.problems import Problems
@@ -106,9 +102,9 @@ def build(
 
     for key, component in components.items():
         dataset(key, component, ())
-    if chosen.trains and "" not in recipe.data.sources:
+    if components and "train" not in components:
         numbered_alike(data, lambda key, found: dataset(key, components[key], found))
-        _join_sources(chosen, data, problems)
+        join_data(chosen, data, problems)
     if "train" in data:
         names = DataNames.of(data["train"])
     names = names or DataNames()
@@ -168,18 +164,6 @@ def build_dataset(registry: Registry, component: NamedComponent, seed: int) -> A
         return build_component(registry, "data", component, seed=seed)
 
 
-def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
-    """Replaces the sources of training data in `data` by one dataset; removes them if one cannot be used."""
-    sources: dict[str, Any] = {}
-    for name in chosen.recipe.data.sources:
-        with problems.at("data", "train", name):
-            check_source(name, source := data.pop(f"train.{name}", MISSING))
-            sources[name] = source
-    if sources.keys() == chosen.recipe.data.sources.keys():
-        with problems.at("data", "train"):
-            data["train"] = join_sources(sources)
-
-
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
     """True if a bare model passes its checks. Later checks are meaningless for a model that does not."""
     return check("model", model, problems, key=key)
@@ -212,8 +196,8 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
-def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan, TokenLimit | None]:
-    """Builds the order of the training data, the plan of steps and cadences, and the limit of tokens."""
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan, Divider | None]:
+    """Builds the order of the training data, the plan of steps and cadences, and what divides steps by lengths."""
     order, plan, limit = MISSING, MISSING, None
     with problems.at("data", "train"):
         check_data(data)
@@ -227,37 +211,12 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
             ends = partial(_end_of_epochs, chosen, order)
             plan = RunPlan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
-            _warn_of_late_weights(chosen, order, plan)
-            limit = _token_limit(chosen, data)
+            limit = only_one(feature_classes(), "divider", chosen, data)
             if limit and order and plan is not MISSING:  # the forward passes of a rank in the first step
                 share = RankShare(0, batch.data_ranks, batch.micro_batch, chosen.recipe.train.virtual_ranks)
                 passes = len(share.divide(np.asarray(order(0)), limit))
                 plan = replace(plan, batch=replace(plan.batch, accumulation=passes))
     return order, plan, limit
-
-
-def _warn_of_late_weights(chosen: Chosen, order: BatchSampler | None, plan: RunPlan) -> None:
-    """Logs a warning for weights of sources that would change after the end of the run."""
-    if plan is MISSING or plan.horizon.total is None or not isinstance(order, SourceSampler):
-        return
-    last = order.last_change // batches_per_step(chosen.updates)
-    if last >= plan.horizon.total > 0 and last:
-        log.warning("data.train: the run ends at step %d, before weights change at step %d", plan.horizon.total, last)
-
-
-def _token_limit(chosen: Chosen, data: Any) -> TokenLimit | None:
-    """Returns the limit of tokens that the recipe sets; raises UsageError if the lengths of samples are not known."""
-    recipe = chosen.recipe
-    if recipe.train.max_tokens is None:
-        return None
-    if is_stream(data):
-        raise UsageError(
-            f"train.max_tokens needs the length of every sample in advance, but {type(data).__name__} is an iterable "
-            "dataset",
-            hints=["use a dataset with __len__ and __getitem__", "or set train.micro_batch instead"],
-            key="train.max_tokens",
-        )
-    return TokenLimit.of(data, recipe.data.lengths or "lengths", recipe.train.max_tokens)
 
 
 def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> int | None:
@@ -314,10 +273,9 @@ def _schedule(chosen: Chosen, component: Component, plan: RunPlan, model: nn.Mod
 def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
-    if isinstance(data, JoinedSources):
-        draws = batches_per_step(chosen.updates)
-        options = {"seed": train.seed, "global_batch": train.global_batch, "batches_per_step": draws}
-        return mixture_of(chosen.recipe.data, data, **options)
+    own: BatchSampler | None = only_one(feature_classes(), "order", chosen, data)
+    if own:
+        return own
     if is_stream(data):
         if component:
             raise no_sampler_of_streams(type(data))

@@ -48,13 +48,13 @@ def _has_option(registry: Registry, component: NamedComponent) -> bool:
     return found is not None and found.kind not in (found.VAR_KEYWORD, found.VAR_POSITIONAL)
 
 
-def numbered_alike(sources: Mapping[str, Any], build: Callable[[str, Sequence[str]], None]) -> None:
-    """Builds again each of several sources that does not have the names of all, with all names in one order.
+def numbered_alike(datasets: Mapping[str, Any], build: Callable[[str, Sequence[str]], None]) -> None:
+    """Builds again each of several datasets that does not have the names of all, with all names in one order.
 
-    The order is that of the first source, then that of further classes of the others. `build` replaces the source of a
-    key by one with these names.
+    The order is that of the first dataset, then that of further classes of the others. `build` replaces the dataset
+    of a key by one with these names.
     """
-    own = {key: class_names_of(source) for key, source in sources.items()}
+    own = {key: class_names_of(data) for key, data in datasets.items()}
     names = list(dict.fromkeys(name for found in own.values() for name in found))
     for key, found in own.items():
         if found and found != names:

@@ -117,9 +117,8 @@ class MicroBatch(NamedTuple):
     last: bool  # this rank's last micro-batch of the step
     shard: int  # the virtual rank, see `RankShare`
     number: int  # within the virtual rank
-    read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
+    read: int = 0  # for iterable datasets: fingerprint of the samples read so far
     places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
-    sources: Sequence[int] | None = None  # in training on several sources: number of the source of each sample
     items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 
@@ -167,9 +166,9 @@ class _Whole:
         """Returns the number of samples in a step; keeps the samples for the call of `ids`."""
         ids = np.asarray(self._order(step))
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            form = f"an array of shape {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing"
             raise PluginError(
-                f"the sampler {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
-                f"{step} (0 is the first)",
+                f"the sampler {type(self._order).__name__} gave {form} for step {step} (0 is the first)",
                 hints=["a sampler must return the indices of a step's samples: a 1-d array of integers, at least one"],
             )
         self._asked[step] = ids
@@ -179,10 +178,6 @@ class _Whole:
         """Returns the samples at the given places of one step."""
         found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # callers pass one step at a time
         return found
-
-
-def _form(ids: NDArray[Any]) -> str:
-    return f"an array of shape {list(ids.shape)} of {ids.dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +191,7 @@ class BatchAssigner:
     def fewest(self, steps: int | None) -> tuple[int, int]:
         """Returns the smallest micro-batch of any rank, in a full step and in an epoch's last step of a run of `steps`.
 
-        With a limit of tokens it is 1: the lengths decide.
+        With a limit it is 1: the lengths of samples decide.
         """
         if self.terms.limit:
             return 1, 1
@@ -216,7 +211,11 @@ class BatchAssigner:
 
     def requests(self, start: int, stop: int | None) -> Iterator[Request]:
         """Yields the requests from step `start` to `stop` (exclusive); without end if it is None."""
-        placed, most = self._placed()
+        placed: SampleBlock
+        if isinstance(self.order, EpochBatchSampler):
+            placed, most = self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
+        else:
+            placed, most = _Whole(self.order), 1  # step in one call
         first, block = start, 1  # small at first, because short runs need only few
         while stop is None or first < stop:
             end = first + block if stop is None else min(stop, first + block)
@@ -224,12 +223,6 @@ class BatchAssigner:
             stepwise = self.terms.limit or not self.order.once
             yield from (self._stepwise if stepwise else self._block)(placed, range(first, end))
             first, block = end, min(2 * block, most)
-
-    def _placed(self) -> tuple[SampleBlock, int]:
-        """Returns the order as `SampleBlock`s, and the maximum number of steps of one call."""
-        if not isinstance(self.order, EpochBatchSampler):
-            return _Whole(self.order), 1
-        return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
     def _block(self, placed: SampleBlock, steps: range) -> Iterable[Request]:
         """Returns the requests of several steps, after one call of the order for all of them."""

@@ -15,7 +15,7 @@ from ddpforge.errors import PluginError, UsageError
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import DataSection
 
-__all__ = ["BatchKeys", "collate_of"]
+__all__ = ["WHOLE_BATCH", "BatchKeys", "collate_of"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ class BatchKeys:
         return inputs if self.targets is None else (inputs, batch[self.targets])
 
 
-def collate_of(data: Any, keys: BatchKeys = BatchKeys()) -> Callable[[Sequence[Any]], Any]:
+WHOLE_BATCH = BatchKeys()
+
+
+def collate_of(data: Any, keys: BatchKeys = WHOLE_BATCH) -> Callable[[Sequence[Any]], Any]:
     """Returns the dataset's `collate`, or torch's `default_collate` with an error that names the dataset.
 
     With `keys` the collated batch has only their values.

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from numbers import Integral
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, Divider, MicroBatch, RankShare, Request
-from ddpforge.data.collating import BatchKeys, collate_of
+from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, Request
+from ddpforge.data.collating import WHOLE_BATCH, BatchKeys, collate_of
 from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
-from ddpforge.data.shard_reader import ShardedStream
-from ddpforge.data.sources import JoinedSources, ShardedSources, Sources
-from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
-from ddpforge.errors import ForgeError, PluginError, SetupError
-from ddpforge.interfaces import BatchSampler, Sequential, ShardedDataset, SourceSampler, mix
+from ddpforge.errors import ForgeError, SetupError
+from ddpforge.interfaces import BatchSampler, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
-__all__ = ["Batches", "check_data", "fetch_some", "open_data"]
+__all__ = ["Batches", "Reader", "fetch_some", "is_stream"]
+
+Reader: TypeAlias = "Callable[[Any, AssignmentTerms, BatchSampler | None, int, bool], IterableDataset[MicroBatch]]"
+"""Returns this rank's micro-batches of a dataset, from its terms, its order if it has one, and the first step.
+
+If the last argument is True, they end with the epoch, and have places as in an evaluation. The result is iterated in
+this process, or in each loader process, which must yield every n-th micro-batch of n processes.
+"""
 
 
-_WHOLE_BATCH = BatchKeys()
+def is_stream(data: Any) -> bool:
+    """True for an iterable dataset."""
+    # torch's base class of iterable datasets has a `__getitem__` too, but it only raises.
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 class _Fetcher(Dataset[MicroBatch]):
@@ -36,7 +42,7 @@ class _Fetcher(Dataset[MicroBatch]):
     calls `set_step` before the first sample of each step.
     """
 
-    def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool, keys: BatchKeys = _WHOLE_BATCH) -> None:
+    def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool, keys: BatchKeys = WHOLE_BATCH) -> None:
         self.data = data
         self.seed = seed
         self.random: bool = getattr(data, "random", True)
@@ -45,7 +51,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.collate = collate_of(data, keys)
         self._set_epoch = getattr(data, "set_epoch", None)
         self._set_step = getattr(data, "set_step", None) if tells_steps else None
-        self._tells_places = not tells_steps
+        self._tells_places = not tells_steps or getattr(data, "keeps_places", False)  # of a feature's dataset
         self._epoch: int | None = None
         self._step: int | None = None
 
@@ -66,9 +72,7 @@ class _Fetcher(Dataset[MicroBatch]):
             fetched = [self._sample(turn, *one) for one in zip(request.ids, earlier, strict=True)]
         _, _, _, samples, step_samples, last, shard, number, _ = request
         places = np.array(request.ids) if self._tells_places else None
-        sources = self.data.source_of(request.ids).tolist() if isinstance(self.data, Sources) else None
-        batch = self.collate(fetched)
-        return MicroBatch(batch, samples, step_samples, last, shard, number, places=places, sources=sources)
+        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number, places=places)
 
     def _seed(self, turn: int, index: int, earlier: int) -> None:
         """Seeds the RNGs for a sample, which comes `earlier` times before in the step: each time it differs."""
@@ -186,6 +190,7 @@ class Batches:
     prefetch: int
     _pin: bool
     _patience: float = 0.0  # maximum seconds to wait for loader processes; 0: forever
+    _reader: Reader | None = None  # None for a map-style dataset
     # Fetched by `first` and not yet used by `training`: the micro-batch, and the iterator of the next ones.
     _begun: list[tuple[MicroBatch, Iterator[MicroBatch]]] = field(default_factory=list)
     _kept: list[Iterable[MicroBatch]] = field(default_factory=list)  # loader whose processes wait for evaluations
@@ -198,24 +203,6 @@ class Batches:
         if self._order:
             return self._dealer().fewest(steps)
         return (self._terms.share.fewest(self._terms.global_batch),) * 2
-
-    @property
-    def source_names(self) -> Sequence[str]:
-        """Returns the names of the sources; empty for data that is a single source."""
-        return self._data.names if isinstance(self._data, JoinedSources) else ()
-
-    @property
-    def shares_of_sources(self) -> dict[str, float]:
-        """Returns the shares of the sources in the first steps, by name; empty for data that is a single source."""
-        if not isinstance(self._order, SourceSampler):
-            return {}
-        return dict(zip(self.source_names, self._order.shares(), strict=True))
-
-    def epochs_of_sources(self, steps: int) -> dict[str, float]:
-        """Returns how often the first `steps` steps of training go through each source, by name."""
-        if not isinstance(self._order, SourceSampler):
-            return {}
-        return dict(zip(self.source_names, self._order.epochs_of_sources(steps), strict=True))
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches from step `start` on, epoch after epoch, without end."""
@@ -247,13 +234,8 @@ class Batches:
             options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
             options["multiprocessing_context"] = reporting_context()
 
-        in_parts = isinstance(self._data, ShardedDataset | ShardedSources)
-        if in_parts or is_stream(self._data):
-            stream = (
-                ShardedStream(self._data, self._terms, start, one_epoch, self._order)
-                if in_parts
-                else Stream(self._data, self._terms, start, one_epoch)
-            )
+        if self._reader:
+            stream = self._reader(self._data, self._terms, self._order, start, one_epoch)
             if self.workers:
                 return self._loaded(_ToldStream(stream), options)
             return DataLoader(stream, **options)
@@ -288,48 +270,6 @@ class _Mapped(Iterable[MicroBatch]):
         return (micro._replace(data=pinned(micro.data)) for micro in micros) if self.pin else micros
 
 
-def open_data(
-    data: Any,
-    *,
-    order: BatchSampler | None = None,
-    global_batch: int,
-    share: RankShare,
-    seed: int,
-    drop_last: bool,
-    workers: int,
-    prefetch: int,
-    pin: bool,
-    patience: float = 0.0,
-    keys: BatchKeys = _WHOLE_BATCH,
-    limit: Divider | None = None,
-) -> Batches:
-    """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
-
-    `limit` divides the samples of each step, not for streams.
-
-    Raises:
-        PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
-        SetupError: this machine lacks resources for loader processes
-    """
-    check_data(data)
-    if workers:
-        refuse_missing_resources(workers, prefetch)
-    if order is None and hasattr(data, "__len__"):
-        order = Sequential(data, global_batch, drop_last)
-    steps = order.steps_per_epoch if order else None
-    if steps == 0:
-        samples = len(data)
-        raise PluginError(
-            f"{type(data).__name__} has {samples} sample{'s' * (samples != 1)}, fewer than one global batch of "
-            f"{global_batch}",
-            hints=["lower train.global_batch, or set train.drop_last = false"],
-        )
-    terms = AssignmentTerms(
-        global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys, limit=limit
-    )
-    return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
-
-
 def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> Iterator[tuple[int, Any]]:
     """Yields index and batch of single samples of a map-style dataset, fetched as in training.
 
@@ -349,37 +289,3 @@ def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> 
         found = _Loaded(loader, 1, 0.0)
     for request, micro in zip(requests, found, strict=False):
         yield request.ids[0], micro.data
-
-
-def check_data(data: Any) -> None:
-    """Raises PluginError if `data` is not a dataset, or has no samples."""
-    if is_stream(data) and (loader := loader_in(data)) is not None:
-        inside = "" if loader is data else f", which {type(data).__name__} reads,"
-        raise PluginError(
-            f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would choose batches and order itself, "
-            "the same in every epoch",
-            hints=["give the dataset that the loader reads; set batches, order and workers in the recipe"],
-        )
-    if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise PluginError(
-            f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
-            hints=["see `ddpforge.interfaces.Data` for the methods of a dataset"],
-        )
-    if isinstance(data, ShardedDataset):
-        _check_parts(data)
-    if hasattr(data, "__len__") and len(data) == 0:
-        raise PluginError(f"{type(data).__name__} is empty: it has no samples")
-
-
-def _check_parts(data: ShardedDataset) -> None:
-    name = type(data).__name__
-    if not _whole_numbers(getattr(data, "shard_sizes", None), least=0):
-        raise PluginError(f"{name}.shard_sizes must hold the number of samples of each part: whole numbers, at least 0")
-    if not _whole_numbers(data.interleave, least=1) or len(data.interleave) != 2:
-        raise PluginError(f"{name}.interleave must be two whole numbers of at least 1, not {data.interleave}")
-    if not _whole_numbers([data.shuffle_buffer], least=1):
-        raise PluginError(f"{name}.shuffle_buffer must be at least 1, not {data.shuffle_buffer}")
-
-
-def _whole_numbers(found: Any, *, least: int) -> bool:
-    return isinstance(found, Iterable) and all(isinstance(one, Integral) and int(one) >= least for one in found)

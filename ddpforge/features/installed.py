@@ -12,9 +12,11 @@ from ddpforge.features.mirror import MirroredRun
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.profiling import ProfiledRun
 from ddpforge.features.restored_buffers import RestoredBuffers
-from ddpforge.features.source_losses import SourceEpochs, SourceLosses
-from ddpforge.features.stream_print import StreamPrint
+from ddpforge.features.source_losses import SourceLosses
+from ddpforge.features.sources import Mixtures
+from ddpforge.features.streams import IterableData
 from ddpforge.features.task_state import TaskStates
+from ddpforge.features.token_limit import MicroBatchesByTokens
 
 FEATURES = [
     FrozenWeightDtype,
@@ -25,9 +27,10 @@ FEATURES = [
     AuxiliaryModules,
     TaskStates,
     FrozenWeights,
-    SourceEpochs,
+    Mixtures,
     SourceLosses,
-    StreamPrint,
+    IterableData,
+    MicroBatchesByTokens,
     RestoredBuffers,
     MultiPass,
     SeveralUpdates,

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
+from ddpforge.features.mixture import MixtureSampler
 from ddpforge.interfaces import Task, Total
 from ddpforge.training.contract import contract_of
 from ddpforge.training.features import Assembled, Feature, PassTotals
 from ddpforge.training.stages import Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast
-from ddpforge.training.updates import batches_per_step, update_names
+from ddpforge.training.updates import update_names
 
-__all__ = ["SamplesOfSource", "SourceEpochs", "SourceLosses", "has_loss_from_outputs", "source_losses"]
+__all__ = ["SamplesOfSource", "SourceLosses", "has_loss_from_outputs", "source_losses"]
 
 log = logging.getLogger("ddpforge")
 
@@ -35,22 +38,6 @@ class SamplesOfSource(NamedTuple):
 
     rows: Sequence[int]
     items: Tensor | int
-
-
-class SourceEpochs(Feature):
-    """Epochs of each source, in the rows of a run."""
-
-    def __init__(self, parts: Dealt) -> None:
-        self._epochs, self._draws = parts.training.epochs_of_sources, batches_per_step(parts.updates)
-
-    @classmethod
-    def of(cls, run: Assembled) -> Self | None:
-        """Returns the feature if the training data has several sources."""
-        return cls(run.parts) if run.trains and run.parts.training.source_names else None
-
-    @override
-    def row(self, step: int) -> Mapping[str, float]:
-        return {f"train/{name}/epochs": count for name, count in self._epochs(step * self._draws).items()}
 
 
 class SourceLosses(Feature):
@@ -66,18 +53,23 @@ class SourceLosses(Feature):
         samples = self.samples(micro)
         return partial(self.totals_of, samples) if samples else None
 
-    def __init__(self, task: Task, names: Sequence[str], *, compiled: bool) -> None:
-        """Prepares for the sources `names`; `compiled`: the task's loss is compiled."""
-        self._task, self._names, self._compiled = task, names, compiled
+    def __init__(
+        self, task: Task, names: Sequence[str], source_of: Callable[[Any], NDArray[Any]], *, compiled: bool
+    ) -> None:
+        """Prepares for the sources `names`.
+
+        `source_of` returns the number of the source of each place in the data; `compiled`: the task's loss is compiled.
+        """
+        self._task, self._names, self._source_of, self._compiled = task, names, source_of, compiled
         self._is_checked = False
 
     def samples(self, micro: MicroBatch) -> dict[str, SamplesOfSource]:
         """Returns the places of each source's samples in a micro-batch, and their items; empty for a padding batch."""
-        if micro.sources is None or not micro.samples:
+        if micro.places is None or not micro.samples:
             return {}
-        found = {}
+        found, sources = {}, self._source_of(micro.places)
         for number, name in enumerate(self._names):
-            rows = [row for row, source in enumerate(micro.sources) if source == number]
+            rows = np.flatnonzero(sources == number).tolist()
             if not rows:
                 continue
             try:
@@ -118,14 +110,15 @@ class SourceLosses(Feature):
 
 def source_losses(parts: Dealt) -> SourceLosses | None:
     """Returns the losses of the recipe's sources; None, and a message in the log, if they cannot be computed."""
-    names = parts.training.source_names
-    if not names or not parts.trains:
+    order = parts.sampler
+    if not isinstance(order, MixtureSampler) or not parts.trains:
         return None
     why = _unknown(parts)
     if why:
         log.info("training reports no losses of single sources: %s", why)
         return None
-    return SourceLosses(parts.task, names, compiled=parts.recipe.train.compile != "off")
+    source_of = parts.data["train"].source_of
+    return SourceLosses(parts.task, order.names, source_of, compiled=parts.recipe.train.compile != "off")
 
 
 def _unknown(parts: Dealt) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpforge.data import fetch_some
+from ddpforge.data import fetch_some, is_stream
 from ddpforge.data.pytree import digest, leaves
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.sources import by_name
-from ddpforge.data.streams import is_stream
 from ddpforge.errors import UsageError
+from ddpforge.features.sources import by_name
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built
 

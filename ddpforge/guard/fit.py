@@ -7,12 +7,12 @@ from typing import Any
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data.batch_assignment import Even
-from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.features.auxiliary import OWNER
 from ddpforge.features.float8 import check_float8
+from ddpforge.features.sources import by_name
 from ddpforge.features.task_state import NAME, check_no_parameters, has_state
-from ddpforge.guard.sources import check_names, check_sources
+from ddpforge.guard.sources import check_names, check_sources, warn_of_late_weights
 from ddpforge.guard.static import kind_of
 from ddpforge.interfaces import EpochBatchSampler, Task
 from ddpforge.training.blocks import check_blocks as check_blocks_of
@@ -238,6 +238,7 @@ FIT = (("task", check_task),)
 """The checks that must pass before samples are tried."""
 
 CHECKS = (
+    ("data.train", warn_of_late_weights),
     ("data.train", check_sources),
     ("data", check_names),
     ("data", check_batches),

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ddpforge.components.local_code import is_local
-from ddpforge.data import MicroBatch, RankShare, open_data, to_device
+from ddpforge.data import MicroBatch, RankShare, to_device
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.features.sources import by_name
 from ddpforge.guard.batch_checks import raise_if_batch_explains
 from ddpforge.guard.sum_reduction import Halves, check_sum_reduction
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
@@ -32,6 +32,7 @@ from ddpforge.ranks.devices import chosen_kind, device_type
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import SMALL, count_parameters
 from ddpforge.training.evaluation import metric_prefix
+from ddpforge.training.loaders import open_data
 from ddpforge.training.problems import Problems
 from ddpforge.training.stages import MISSING, Built, Dealt, key_of
 from ddpforge.training.task_checks import (

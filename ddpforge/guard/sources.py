@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,18 @@ from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.data.collating import collate_of
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import isolated_rng
-from ddpforge.data.shard_reader import ShardReader
-from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.errors import ForgeError, UsageError
-from ddpforge.interfaces import ShardedDataset
+from ddpforge.features.shard_reader import ShardReader
+from ddpforge.features.sources import BatchedSources, JoinedSources, ShardedSources, by_name
+from ddpforge.interfaces import ShardedDataset, SourceSampler
 from ddpforge.interfaces.forms import described
 from ddpforge.training.data_names import DataNames
 from ddpforge.training.stages import Built
+from ddpforge.training.updates import batches_per_step
 
-__all__ = ["check_names", "check_sources"]
+__all__ = ["check_names", "check_sources", "warn_of_late_weights"]
+
+log = logging.getLogger("ddpforge")
 
 _SHOWN = 10  # names in a message
 
@@ -54,6 +58,15 @@ def check_sources(built: Built) -> Iterator[ForgeError]:
             )
         elif isinstance(together, Exception) or list(map(digest, alone)) != list(map(digest, together)):
             yield _other_batches(name, source, together)
+
+
+def warn_of_late_weights(built: Built) -> None:
+    """Logs a warning for weights of sources that would change after the end of the run."""
+    order, end = built.sampler, built.plan.horizon.total
+    if end is not None and isinstance(order, SourceSampler):
+        last = order.last_change // batches_per_step(built.updates)
+        if last >= end > 0 and last:
+            log.warning("data.train: the run ends at step %d, before weights change at step %d", end, last)
 
 
 def check_names(built: Built) -> Iterator[ForgeError]:

@@ -487,7 +487,7 @@ def check_stream(chosen: Chosen) -> Errors:
 
 
 def _are_streams(kind: type) -> bool:
-    """True if objects of this class are streams, see `data.streams.is_stream`."""
+    """True if objects of this class are streams, see `data.is_stream`."""
     if not hasattr(kind, "__iter__") or not hasattr(kind, "__getitem__"):
         return hasattr(kind, "__iter__")
     from torch.utils.data import IterableDataset

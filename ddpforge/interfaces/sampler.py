@@ -115,6 +115,9 @@ class Shuffled(Sequential):
 class SourceSampler(EpochBatchSampler):
     """Sampler of several sources that are one dataset, one source after the other."""
 
+    names: Sequence[str] = ()
+    """Names of the sources."""
+
     last_change: int = 0
     """The last step at which the shares of the sources change; 0 if they never do."""
 

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ddpforge.data import MicroBatch
+    from ddpforge.data.batch_assignment import Divider
+    from ddpforge.data.fetching import Reader
     from ddpforge.interfaces import (
         AuxiliaryModule,
+        BatchSampler,
         CanonicalState,
         Replica,
         SavedTensor,
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
         World,
     )
     from ddpforge.recipe.schema import TrainSection
-    from ddpforge.training.stages import Built, Dealt
+    from ddpforge.training.problems import Problems
+    from ddpforge.training.stages import Built, Chosen, Dealt
 
 __all__ = [
     "Assembled",
@@ -41,7 +45,9 @@ __all__ = [
     "TakesSteps",
     "change_built",
     "declared_modules",
+    "feature_classes",
     "features_of",
+    "join_data",
     "merged",
     "methods_of",
     "only_one",
@@ -85,6 +91,32 @@ class Feature:
 
     A subclass overrides the methods that it needs; the others are never called.
     """
+
+    # ------------------------------------------------------------------------------------------ data
+    @staticmethod
+    def join(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+        """Changes the built datasets of training, by their keys below `data`, to one with the key "train".
+
+        Called on the class, as all methods for data. Adds the errors of data that cannot be joined to `problems`.
+        """
+
+    @staticmethod
+    def reader(data: Any) -> Reader | None:
+        """Returns the function that reads a kind of data; None for others, such as map-style datasets.
+
+        Raises PluginError for data of this kind that cannot be used.
+        """
+        return None
+
+    @staticmethod
+    def order(chosen: Chosen, data: Any) -> BatchSampler | None:
+        """Returns the order of training data that the recipe's sampler does not order; None for other data."""
+        return None
+
+    @staticmethod
+    def divider(chosen: Chosen, data: Any) -> Divider | None:
+        """Returns the object that divides each step of the training data into micro-batches; None for equal ones."""
+        return None
 
     # ------------------------------------------------------------------------------------------ once
     @classmethod
@@ -189,7 +221,8 @@ class OwnedState(Callback):
         raise NotImplementedError
 
 
-def _classes() -> Iterator[type[Feature]]:
+def feature_classes() -> Iterator[type[Feature]]:
+    """Yields the classes of all installed features, in their order."""
     for hook in installed("feature"):
         loaded = hook.load()
         for one in loaded if isinstance(loaded, list | tuple) else [loaded]:
@@ -198,42 +231,49 @@ def _classes() -> Iterator[type[Feature]]:
             yield one
 
 
+def join_data(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+    """Changes built datasets of training to one, as all features do; see `Feature.join`."""
+    for one in feature_classes():
+        one.join(chosen, data, problems)
+
+
 def declared_modules(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
     """Returns the modules that the features of a task declare, by name."""
-    return merged([one.declared_modules(task, model) for one in _classes()], "module")
+    return merged([one.declared_modules(task, model) for one in feature_classes()], "module")
 
 
 def change_built(model: nn.Module, train: TrainSection) -> None:
     """Changes a model that has just been built as all features do, in their order."""
-    for one in _classes():
+    for one in feature_classes():
         one.built(model, train)
 
 
 def rework(parts: Built, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
     """Returns the model as all features rework it, in their order."""
-    for one in _classes():
+    for one in feature_classes():
         model = one.rework(parts, model, blocks)
     return model
 
 
 def features_of(run: Assembled) -> list[Feature]:
     """Returns the features that a run uses."""
-    return [feature for one in _classes() if (feature := one.of(run)) is not None]
+    return [feature for one in feature_classes() if (feature := one.of(run)) is not None]
 
 
-def methods_of(features: Iterable[Feature], method: str) -> tuple[Any, ...]:
-    """Returns the bound `method` of each feature that overrides it."""
-    return tuple(getattr(one, method) for one in features if getattr(type(one), method) is not getattr(Feature, method))
+def methods_of(features: Iterable[Feature | type[Feature]], method: str) -> tuple[Any, ...]:
+    """Returns the `method` of each feature, or of each class, that overrides it."""
+    kinds = [(one, one if isinstance(one, type) else type(one)) for one in features]
+    return tuple(getattr(one, method) for one, kind in kinds if getattr(kind, method) is not getattr(Feature, method))
 
 
-def only_one(features: Iterable[Feature], method: str, *arguments: Any) -> Any:
+def only_one(features: Iterable[Feature | type[Feature]], method: str, *arguments: Any) -> Any:
     """Returns the result of `method` of the only feature that returns one; None if none does.
 
     Raises PluginError if several do: each would replace the other.
     """
     found = [result for call in methods_of(features, method) if (result := call(*arguments)) is not None]
     if len(found) > 1:
-        names = " and ".join(type(one).__name__ for one in found)
+        names = " and ".join(getattr(one, "__name__", type(one).__name__) for one in found)
         raise PluginError(f"two features replace the same part of a step (`{method}`): {names}")
     return found[0] if found else None
 

@@ -13,9 +13,10 @@ from ddpforge.builtin.samplers.bucketed import Bucketed
 from ddpforge.builtin.samplers.curricula import Curriculum, Growing
 from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
-from ddpforge.data import Batches, RankShare, end_of_epochs, open_data
+from ddpforge.data import Batches, RankShare, end_of_epochs
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import BatchSampler, Duration, Sequential, Shuffled
+from ddpforge.training.loaders import open_data
 
 
 class Samples:

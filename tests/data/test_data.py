@@ -16,12 +16,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
+from ddpforge.data import Batches, MicroBatch, RankShare, is_stream, mix, seed_all, to_device
 from ddpforge.data.fetching import fetch_some
-from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.streams import loader_in
 from ddpforge.interfaces import BatchSampler, sampler
 from ddpforge.interfaces.permutation import permute
+from ddpforge.training.loaders import open_data
 
 
 class Numbers:
@@ -344,7 +345,7 @@ def test_rng_state_is_not_kept_for_a_stream_that_is_not_random(monkeypatch: pyte
     class Quiet(NumberStream):
         random = False
 
-    monkeypatch.setattr("ddpforge.data.streams.RandomState", None)
+    monkeypatch.setattr("ddpforge.features.streams.RandomState", None)
     assert steps(deal(Quiet(4), batch=2, micro=2), 3) == [[0, 1], [2, 3], [0, 1]]
     with pytest.raises(TypeError):
         steps(deal(NumberStream(4), batch=2, micro=2), 1)
@@ -443,7 +444,7 @@ def test_different_streams_have_different_read_fingerprints() -> None:
 
 def test_the_read_fingerprint_of_a_stream_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero is the fingerprint of data that is not a stream, and is not compared."""
-    monkeypatch.setattr("ddpforge.data.streams.digest", lambda nest: "0" * 64)
+    monkeypatch.setattr("ddpforge.features.streams.digest", lambda nest: "0" * 64)
     assert next(deal(NumberStream(4), batch=2, micro=2).training(0)).read == 1
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpforge.data import RankShare, collating, fetching, open_data, workers
+from ddpforge.data import RankShare, collating, fetching, workers
 from ddpforge.data.collating import collate_of
 from ddpforge.data.workers import refuse_missing_resources
 from ddpforge.errors import PluginError, SetupError
+from ddpforge.training import loaders
+from ddpforge.training.loaders import open_data
 
 
 class Rows:
@@ -98,7 +100,8 @@ def test_a_system_error_in_a_loader_process_raises_an_error_on_the_rank(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     # A process keeps its first temporary folder, which another test may have made.
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
-    monkeypatch.setattr(fetching, "refuse_missing_resources", lambda *_: None)
+    for module in (fetching, loaders):
+        monkeypatch.setattr(module, "refuse_missing_resources", lambda *_: None)
     with pytest.raises(SetupError, match="could not send a micro-batch: OSError: AF_UNIX path too long"):
         fetched(Rows())
 

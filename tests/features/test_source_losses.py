@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ddpforge.builtin.tasks.segmentation import Segmentation
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import select
+from ddpforge.features.mixture import MixtureSampler
 from ddpforge.features.source_losses import SourceLosses, source_losses
 from ddpforge.interfaces import Contract, Task
 
@@ -79,14 +81,17 @@ CASES: dict[str, tuple[Callable[[], Task], Callable[[], nn.Module], Any]] = {
 }
 
 
-def parts(task: Task, *, compile: str = "off", splits: tuple[Any, ...] = (), names: Any = ("a", "b")) -> Any:
-    """Returns a stub of `Dealt` for a task."""
+def parts(task: Task, *, compile: str = "off", splits: tuple[Any, ...] = (), mixes: bool = True) -> Any:
+    """Returns a stub of `Dealt` for a task, and two sources if it `mixes`."""
+    order = MixtureSampler([4, 8], (), seed=0, global_batch=6)
+    order.names = ("a", "b")
     contract = Contract(clipping="never", accumulation="autograd", splits_forward=splits)
     recipe = SimpleNamespace(train=SimpleNamespace(compile=compile), strategy=SimpleNamespace(use="ddp"))
     return SimpleNamespace(
         task=task,
         trains=True,
-        training=SimpleNamespace(source_names=names),
+        sampler=order if mixes else None,
+        data={"train": SimpleNamespace(source_of=np.asarray)},
         recipe=recipe,
         strategy=SimpleNamespace(contract=contract),
     )
@@ -99,7 +104,7 @@ def test_the_loss_of_a_source_is_that_of_a_forward_pass_of_its_samples(name: str
     loss, outputs = task.loss(model, batch)
     measure = source_losses(parts(task))
     assert measure is not None
-    micro = MicroBatch(batch, 6, 6, True, 0, 0, sources=SOURCES)
+    micro = MicroBatch(batch, 6, 6, True, 0, 0, places=np.array(SOURCES))
     totals = measure.totals_of(measure.samples(micro), loss, outputs, batch)
     assert list(totals) == ["a/loss", "b/loss"]
     for number, total in enumerate(totals.values()):
@@ -112,12 +117,12 @@ def test_the_loss_of_a_source_is_that_of_a_forward_pass_of_its_samples(name: str
 
 
 def test_a_batch_without_samples_of_a_source_reports_nothing_for_it() -> None:
-    measure = SourceLosses(Classification(), ["a", "b"], compiled=False)
+    measure = SourceLosses(Classification(), ["a", "b"], np.asarray, compiled=False)
     batch = (random(2, 3), CLASSES[:2])
-    micro = MicroBatch(batch, 2, 2, True, 0, 0, sources=[1, 1])
+    micro = MicroBatch(batch, 2, 2, True, 0, 0, places=np.array([1, 1]))
     assert {name: list(one.rows) for name, one in measure.samples(micro).items()} == {"b": [0, 1]}
     assert measure.samples(micro._replace(samples=0)) == {}
-    assert measure.samples(micro._replace(sources=None)) == {}
+    assert measure.samples(micro._replace(places=None)) == {}
 
 
 class Packed(Classification):
@@ -134,8 +139,8 @@ class Packed(Classification):
 
 def test_losses_that_do_not_add_up_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     task, batch = Packed(), (random(1, 6, 3), CLASSES[None])
-    measure = SourceLosses(task, ["a", "b"], compiled=False)
-    micro = MicroBatch(batch, 6, 6, True, 0, 0, sources=SOURCES)
+    measure = SourceLosses(task, ["a", "b"], np.asarray, compiled=False)
+    micro = MicroBatch(batch, 6, 6, True, 0, 0, places=np.array(SOURCES))
     loss, outputs = task.loss(nn.Identity(), batch)
     assert measure.totals_of(measure.samples(micro), loss, outputs, batch) == {}
     assert measure.samples(micro) == {}
@@ -151,8 +156,8 @@ class Graph:
 
 
 def test_batches_that_cannot_be_cut_into_samples_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    measure = SourceLosses(Classification(), ["a", "b"], compiled=False)
-    micro = MicroBatch((Graph(), CLASSES), 6, 6, True, 0, 0, sources=SOURCES)
+    measure = SourceLosses(Classification(), ["a", "b"], np.asarray, compiled=False)
+    micro = MicroBatch((Graph(), CLASSES), 6, 6, True, 0, 0, places=np.array(SOURCES))
     assert measure.samples(micro) == measure.samples(micro) == {}
     assert caplog.text.count("a Graph cannot be cut into samples") == 1
 
@@ -192,4 +197,4 @@ def test_losses_of_sources_that_are_not_known_are_named_in_the_log(
     found = source_losses(parts(task, **more))
     assert (found is None) == bool(reason)
     assert reason in caplog.text
-    assert source_losses(parts(task, names=())) is None
+    assert source_losses(parts(task, mixes=False)) is None

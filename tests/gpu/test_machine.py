@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 from ddpforge.builtin.datasets.vision import torchvision_dataset
 from ddpforge.builtin.optim.optimizers import sgd
-from ddpforge.data import RankShare, open_data, to_device
+from ddpforge.data import RankShare, to_device
 from ddpforge.features.block_forwards import rework_blocks
 from ddpforge.machine import usable_cores
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.precision import precision_for
-from ddpforge.training.loaders import served
+from ddpforge.training.loaders import open_data, served
 
 pytestmark = [
     pytest.mark.gpu,

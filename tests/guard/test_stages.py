@@ -107,8 +107,9 @@ def test_an_unnamed_set_cannot_be_selected_by_name() -> None:
 
 
 def test_first_returns_the_first_micro_batch_of_training() -> None:
-    from ddpforge.data import RankShare, open_data
+    from ddpforge.data import RankShare
     from ddpforge.interfaces import Shuffled
+    from ddpforge.training.loaders import open_data
 
     fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
     order = Shuffled(torch.arange(10), 3, 4, False)

@@ -14,13 +14,14 @@ from support.doubles import Elsewhere, Plain
 from support.stages import staged
 from torch import Tensor, nn
 
-from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data import MicroBatch, RankShare
 from ddpforge.data.rng import isolated_rng
 from ddpforge.interfaces import Callback, Pass, ShardedDataset, Shuffled, Task
 from ddpforge.strategies.fsdp.context_parallel import ContextParallel
 from ddpforge.strategies.pipeline.stage import _seed_on
 from ddpforge.strategies.tensor.tensor_parallel import TensorParallelRNG
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.loaders import open_data
 from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.checkpoint.state import CheckpointMetadata, RankState
-from ddpforge.data import RankShare, open_data
+from ddpforge.data import RankShare
 from ddpforge.errors import CheckpointError
 from ddpforge.features.frozen_weights import FrozenWeights, OmittedWeights
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.restored_buffers import RestoredBuffers
-from ddpforge.features.stream_print import StreamPrint
+from ddpforge.features.streams import IterableData
 from ddpforge.interfaces import (
     Callback,
     CanonicalState,
@@ -41,6 +41,7 @@ from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, Op
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.assemble import connect
 from ddpforge.training.features import Assembled, Feature
+from ddpforge.training.loaders import open_data
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.stages import MISSING, Dealt
 
@@ -302,7 +303,7 @@ class Loop:
         assert plan is not None
         kind = OmittedWeights if recipe.checkpoint.save == "trainable" else FrozenWeights
         features: list[Feature] = [
-            StreamPrint(),
+            IterableData(),
             kind(self.replica, self.replica.world.global_ranks),
             MultiPass(self.replica),
         ]

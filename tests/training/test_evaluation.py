@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import CheckpointError, PeerFailed, PluginError, UsageError
-from ddpforge.features.stream_print import StreamPrint
+from ddpforge.features.streams import IterableData
 from ddpforge.interfaces import Callback, CanonicalState, FullWeights, StepInfo, Task, Total
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
@@ -30,7 +30,7 @@ def evaluator(
 ) -> Evaluator:
     sets = {"": Batched([1.0, 2.0])} if sets is None else sets
     parts: dict[str, Any] = {"task": task or Sums(), "sets": sets, "callbacks": callbacks or {}}
-    return Evaluator(world=replica.world, replica=replica, **parts, seed=0, features=[StreamPrint()])
+    return Evaluator(world=replica.world, replica=replica, **parts, seed=0, features=[IterableData()])
 
 
 class Batched:

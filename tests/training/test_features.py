@@ -1,18 +1,25 @@
 """Features come by entry points: ddpforge's own, and those of plugins, which errors name."""
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.fake_distributions import forgetting_modules_below, install
 from support.forked import in_ranks, refused
+from torch.utils.data import IterableDataset
 
 from ddpforge import api
 from ddpforge.app.run import run
+from ddpforge.data import MicroBatch, RankShare
+from ddpforge.data.batch_assignment import AssignmentTerms
 from ddpforge.errors import PluginError
 from ddpforge.features.installed import FEATURES
-from ddpforge.training import features
+from ddpforge.training import features, loaders
+from ddpforge.training.loaders import open_data
 
 PAGE = Path(__file__).parents[2] / "docs/extend/feature.md"
 LOGIT_PENALTY = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
@@ -52,7 +59,7 @@ def test_ddpforges_own_features_come_before_those_of_plugins(tmp_path: Path, mon
     plugin(tmp_path, LOGIT_PENALTY, "LogitPenalty")
     monkeypatch.syspath_prepend(tmp_path)
     with forgetting_modules_below(tmp_path):
-        found = [one.__name__ for one in features._classes()]
+        found = [one.__name__ for one in features.feature_classes()]
     assert found[: len(FEATURES)] == [one.__name__ for one in FEATURES]
     assert "LogitPenalty" in found[len(FEATURES) :]
 
@@ -72,7 +79,7 @@ def test_a_broken_feature_is_an_error_of_the_environment_that_names_its_plugin(
     plugin(tmp_path, code, "Mine")
     monkeypatch.syspath_prepend(tmp_path)
     with forgetting_modules_below(tmp_path):
-        message = refused(PluginError, lambda: list(features._classes()))
+        message = refused(PluginError, lambda: list(features.feature_classes()))
     assert f"`mine` of logit-penalty (ddpforge.feature) {said}" in message
     assert "DDPFORGE_DISABLE_PLUGINS=logit-penalty" in message
 
@@ -96,6 +103,44 @@ def test_two_features_that_replace_the_same_part_are_refused() -> None:
         features.only_one([Takes(), Takes()], "around_update", None)
     assert features.only_one([Takes(), features.Feature()], "around_update", None) is len
     assert features.only_one([features.Feature()], "around_update", None) is None
+
+
+class Tape:
+    """Data that is neither map-style nor iterable."""
+
+
+class Reading(IterableDataset[MicroBatch]):
+    """One sample a step, which is the number of the step."""
+
+    def __init__(self, data: Any, terms: AssignmentTerms, order: Any, start: int, one_epoch: bool) -> None:
+        self.steps = range(start, 3 if one_epoch else 1000)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (MicroBatch(torch.tensor([step]), 1, 1, True, 0, 0) for step in self.steps)
+
+
+class Tapes(features.Feature):
+    """Reads tapes."""
+
+    @staticmethod
+    def reader(data: Any) -> Any:
+        """Returns the reader of a tape."""
+        return Reading if isinstance(data, Tape) else None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_feature_reads_another_kind_of_data(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    given: dict[str, Any] = {"global_batch": 1, "share": RankShare(0, 1, 1), "seed": 0, "drop_last": False}
+    given |= {"workers": workers, "prefetch": 2, "pin": False}
+    with pytest.raises(PluginError, match="Tape is not a dataset"):
+        open_data(Tape(), **given)
+    monkeypatch.setattr(loaders, "feature_classes", lambda: [Tapes])
+    batches = open_data(Tape(), **given)
+    assert [micro.data.item() for micro in islice(batches.training(5), 2)] == [5, 6]
+    assert [micro.data.item() for micro in batches.evaluation()] == [0, 1, 2]
+    monkeypatch.setattr(loaders, "feature_classes", lambda: [Tapes, Tapes])
+    with pytest.raises(PluginError, match=r"\(`reader`\): Reading and Reading"):
+        open_data(Tape(), **given)
 
 
 def test_two_features_with_a_callback_of_one_name_are_refused() -> None:

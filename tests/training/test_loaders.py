@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 
 from ddpforge.builtin.datasets.views import TwoViews
 from ddpforge.builtin.datasets.vision import torchvision_dataset
-from ddpforge.data import Batches, RankShare, open_data
+from ddpforge.data import Batches, RankShare
 from ddpforge.recipe.schema import DataSection
-from ddpforge.training.loaders import served
+from ddpforge.training.loaders import open_data, served
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SLOW, FAST = 0.2, 0.004  # seconds per micro-batch

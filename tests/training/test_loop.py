@@ -802,7 +802,6 @@ class Dry(Read):
     def __init__(self, batches: Any, batches_left: int) -> None:
         super().__init__(batches)
         self.batches_left = batches_left
-        self.epochs_of_sources = batches.epochs_of_sources
 
     def training(self, start: int) -> Iterator[Any]:
         yield from islice(super().training(start), self.batches_left)

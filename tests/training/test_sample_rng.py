@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.diffusion import Diffusion
 from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
-from ddpforge.data import RankShare, open_data
+from ddpforge.data import RankShare
 from ddpforge.interfaces import SampleRNG, ShardedDataset, Task, Total
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.loaders import open_data
 from ddpforge.training.updates import tasks_by_update
 
 IDLE: Any = None

@@ -11,12 +11,13 @@ from support.stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.contrastive import Contrastive
-from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data import MicroBatch, RankShare
 from ddpforge.data.batch_assignment import Even
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Ranks, World
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.loaders import open_data
 from ddpforge.training.step import Stepper
 
 SAMPLES = 21

@@ -52,15 +52,10 @@ class Best:
                 hints=[f"one of: {', '.join(sorted(metrics))}"],
             )
         value = metrics[self._metric]
-        if self._improves(value):
+        if math.isfinite(value) and (self.value is None or self._sign * (value - self.value) > self._min_delta):
             self.value, self.waited = value, 0
         else:
             self.waited += 1
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        return self.value is None or self._sign * (value - self.value) > self._min_delta
 
     def state(self) -> dict[str, int | float | None]:
         """Returns the best value so far, and the number of evaluations since then."""

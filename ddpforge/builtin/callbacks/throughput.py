@@ -11,7 +11,7 @@ from ddpforge.interfaces import Callback, RunContext, StepInfo, device_kind
 from ddpforge.machine import peak_memory
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 PositiveFlops = Annotated[float, Field(gt=0, le=1e30)]
 
@@ -46,9 +46,10 @@ class Throughput(Callback):
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
         """Returns the columns of this row."""
+        peak = device_kind(self._world.device).peak_memory(self._world.device)
         columns = {
             "perf/step_seconds": info.seconds,
-            "perf/peak_memory_gib": _peak_memory(self._world.device),
+            "perf/peak_memory_gib": (peak_memory() if peak is None else peak) / 2**30,  # None: of the process
         }
         if self._last and info.step > self._last.step and self._flops_per_sample and self._peak_flops:
             seconds = (info.step - self._last.step) * info.seconds
@@ -58,9 +59,3 @@ class Throughput(Callback):
             )
         self._last = info
         return columns
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Returns the peak memory in GiB: of the device, or of the process if the device is the host."""
-    found = device_kind(device).peak_memory(device)
-    return (peak_memory() if found is None else found) / 2**30

@@ -89,19 +89,15 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> Any:
         import torch
+        from PIL import ImageOps
 
         file, label = self.files[index]
-        image = pixels(self._fitted(file))
+        image = pixels(ImageOps.fit(open_image(file, name=file, key="path"), (self.size, self.size)))
         if self.flip and torch.rand(()) < 0.5:
             image = image.flip(2)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
         image = (image - mean) / std
         return (image, label) if self.labeled else image
-
-    def _fitted(self, file: Path) -> Any:
-        from PIL import ImageOps
-
-        return ImageOps.fit(open_image(file, name=file, key="path"), (self.size, self.size))
 
 
 def _class_folders(path: Path, left: LeftOut) -> list[str]:

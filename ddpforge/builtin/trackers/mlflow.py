@@ -65,7 +65,7 @@ class MLflowTracker(Tracker):
         self._queue = ThreadPoolExecutor(1, "mlflow")
         self._sent: deque[Future[None]] = deque()
         self._run = self._open(name, folder / "mlflow.json", config)
-        self._client.log_dict(self._run, _plain(config), "config.json")
+        self._client.log_dict(self._run, json.loads(json.dumps(config, default=str)), "config.json")
         if resumed_at is not None:
             self.rewind(resumed_at)
 
@@ -102,7 +102,10 @@ class MLflowTracker(Tracker):
         elif kind == "text":
             self._later(lambda: self._client.log_text(self._run, value, f"{place}.txt"))
         else:
-            content = asdict(value) if kind == "histogram" else _columns(value)
+            if kind == "histogram":
+                content = asdict(value)
+            else:  # a table, in the form that MLflow displays
+                content = {"columns": list(value[0]), "data": [list(row.values()) for row in value]}
             self._later(lambda: self._client.log_dict(self._run, content, f"{place}.json"))
 
     def rewind(self, step: int) -> None:
@@ -141,13 +144,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    return found
-
-
-def _columns(rows: Any) -> dict[str, Any]:
-    """Converts a table to the form that MLflow displays."""
-    return {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}

@@ -69,7 +69,9 @@ class ZeroReplica(Replica):
 
     def _start(self) -> Any:
         config = self.strategy.config(self.train, self.world.global_ranks.size)
-        self._fit_buffers(config["zero_optimization"])
+        # DeepSpeed fails if its buffers are too small for the model; its defaults take 2 GB per rank.
+        elements = sum(parameter.numel() for parameter in self.gradients.trained)
+        config["zero_optimization"].setdefault("reduce_bucket_size", min(_BUCKET, elements))
         engine = start(self.strategy.deepspeed, self.unwrapped, self.optimizer, config, self.world)
         limit_waiting([engine.data_parallel_group], self.train)
         self._check(engine)
@@ -81,12 +83,6 @@ class ZeroReplica(Replica):
         if self.train.compile != "off" and not self.train.compile_blocks:
             engine.compile(compile_kwargs={"mode": self.train.compile})
         return engine
-
-    def _fit_buffers(self, zero: dict[str, Any]) -> None:
-        """Sets DeepSpeed's buffer sizes in `zero`, to fit the model."""
-        # DeepSpeed fails if they are too small; its defaults take 2 GB per rank.
-        elements = sum(parameter.numel() for parameter in self.gradients.trained)
-        zero.setdefault("reduce_bucket_size", min(_BUCKET, elements))
 
     def _reject_form(self, parameter: nn.Parameter) -> None:
         name = self.gradients.names[id(parameter)]

@@ -71,19 +71,13 @@ def require_deepspeed() -> None:
         )
 
 
-def _reject_other_accelerator(device: str) -> None:
-    """Raises StrategyError if DS_ACCELERATOR sets another device than this run's `device`."""
-    said = os.environ.get("DS_ACCELERATOR", device)
-    if said != device:
-        raise StrategyError(
-            f"the environment has DS_ACCELERATOR={said}, but this run is on {device}",
-            hints=["unset DS_ACCELERATOR"],
-        )
-
-
 def import_deepspeed(device: torch.device) -> Any:
     """Imports DeepSpeed for `device` and redirects its log to stderr; raises StrategyError for another device."""
-    _reject_other_accelerator(device.type)
+    if (other := os.environ.get("DS_ACCELERATOR", device.type)) != device.type:
+        raise StrategyError(
+            f"the environment has DS_ACCELERATOR={other}, but this run is on {device.type}",
+            hints=["unset DS_ACCELERATOR"],
+        )
     os.environ["DS_ACCELERATOR"] = device.type
     with _lightly():
         deepspeed = import_module("deepspeed")
@@ -321,13 +315,6 @@ class ZeroWeights(Weights):
         part = TensorShard(self._used(parameter)[:count], tuple(parameter.ds_shape), FlatRange(start, start + count))
         return part.elements(region)
 
-    def _flats(self) -> dict[Tensor, list[str]]:
-        """Returns the names of the parameters in each flat tensor."""
-        flats: dict[Tensor, list[str]] = {}
-        for name, place in self._places.items():
-            flats.setdefault(place.flat, []).append(name)
-        return flats
-
     # -- to disk
     def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | TensorShard]:
         """Returns this rank's part of the state of the model and the optimizer."""
@@ -416,7 +403,9 @@ class ZeroWeights(Weights):
         unknown = sorted(set(state) - set(self._parts))
         if unknown:
             raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
-        groups = self._flats()
+        groups: dict[Tensor, list[str]] = {}  # the names of the parameters in each flat tensor
+        for name, place in self._places.items():
+            groups.setdefault(place.flat, []).append(name)
         entries = {flat: self._numbers(names, state) for flat, names in groups.items()}
         for flat, names in groups.items():
             if flat.numel():

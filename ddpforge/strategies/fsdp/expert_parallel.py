@@ -61,8 +61,10 @@ class ExpertParallel(ExpertDispatch):
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Sends slots [experts, slots, width] to the ranks of their experts; returns the experts' results, as sent."""
         experts, mine, width = slots.shape
-        counts = self._slots(mine)
-        each = experts // self._ranks.size
+        if self._counts is None:  # slots of an expert on each rank: the same for all layers of a pass
+            # The last step of an epoch may give ranks different numbers of samples.
+            self._counts = self._ranks.all_gather_object(mine)
+        each, counts = experts // self._ranks.size, self._counts
         there, here = [each * mine] * self._ranks.size, [each * count for count in counts]
         # FSDP averages an expert's gradients over the ranks that hold it. Each of these computes the tokens of its
         # whole group, so its gradients are divided by the size of the group. The mean is then over all ranks, as for
@@ -73,14 +75,6 @@ class ExpertParallel(ExpertDispatch):
         found = torch.cat([rows.flatten(0, 1) for rows in torch.split(compute(whole), counts, dim=1)])
         returned: Tensor = _AllToAll.apply(found, self._group, here, there, share)
         return returned.view(experts, mine, width)
-
-    def _slots(self, mine: int) -> list[int]:
-        """Returns the number of slots of an expert on each rank; it is the same for all layers of a pass."""
-        if self._counts is None:
-            self._counts = self._ranks.all_gather_object(
-                mine
-            )  # the last step of an epoch may give ranks different numbers of samples
-        return self._counts
 
     def forget(self, one: Pass) -> None:
         """Forgets the numbers of slots, which belong to one batch, and seeds the pass."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,9 @@ class StageModule(nn.Module):
         micro = self.micros[number]
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
         micro.one.seed()
-        _seed_on(self.number, self._device)
+        seed = mix(torch.initial_seed(), self.number + 1)  # of the pass, and of this part
+        torch.default_generator.manual_seed(seed)
+        device_kind(self._device).seed(seed, self._device)
         self._begin()
         with micro.one.context(), self._around():
             found = self._through(self._take_steps, *args, **named)
@@ -122,13 +124,6 @@ def _mark(phase: int) -> None:
         heartbeat.beat(phase)
 
 
-def _seed_on(number: int, device: torch.device) -> None:
-    """Seeds the RNG of a part, with a seed from the pass's seed and the part's number."""
-    seed = mix(torch.initial_seed(), number + 1)
-    torch.default_generator.manual_seed(seed)
-    device_kind(device).seed(seed, device)
-
-
 def _travels(found: Any, step: Segment) -> Any:
     if isinstance(found, Tensor) or (isinstance(found, tuple) and all(isinstance(x, Tensor) for x in found)):
         return found
@@ -144,7 +139,19 @@ class _Called(Exception):
     """Raised by the stub model: the task called the model."""
 
 
-class StageInputs(nn.Module):
+class _Stub(nn.Module):
+    """Raises StrategyError for each attribute that the task uses: it can only call the model."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        raise StrategyError(
+            f"the task's loss uses `{name}` of the model, but under a pipeline it can only call the model",
+            hints=["store it in `start` or `check`, if it is no weight", 'or set strategy.use = "fsdp"'],
+        )
+
+
+class StageInputs(_Stub):
     """Stub model that records the inputs of the task's call, and ends it."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -152,13 +159,8 @@ class StageInputs(nn.Module):
         self.inputs = args, named
         raise _Called
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return super().__getattr__(name)
-        _reject_use(name)
 
-
-class StageOutput(nn.Module):
+class StageOutput(_Stub):
     """Stub model that returns the model's output to the task, once."""
 
     def __init__(self, output: Any) -> None:
@@ -174,18 +176,6 @@ class StageOutput(nn.Module):
                 hints=["call it once, with all inputs in one batch (torch.cat)", 'or set strategy.use = "fsdp"'],
             )
         return self._output
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return super().__getattr__(name)
-        _reject_use(name)
-
-
-def _reject_use(name: str) -> NoReturn:
-    raise StrategyError(
-        f"the task's loss uses `{name}` of the model, but under a pipeline it can only call the model",
-        hints=["store it in `start` or `check`, if it is no weight", 'or set strategy.use = "fsdp"'],
-    )
 
 
 def call_signature(one: Pass, compute: Compute) -> StageMicroBatch:

@@ -255,7 +255,12 @@ class Pipeline(Strategy):
         from ddpforge.strategies.pipeline.segments import declared_segments, held_by
 
         steps = declared_segments(model)
-        self._reject_batchnorm(model)
+        if self.train.virtual_ranks and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
+            raise StrategyError(
+                "train.virtual_ranks keeps statistics of BatchNorm for one virtual rank after the other, but a "
+                "pipeline computes several at the same time",
+                hints=["remove train.virtual_ranks, or normalise with GroupNorm or LayerNorm"],
+            )
         shares = self.sharing.attach(model, blocks, self.sharers, self.sharers_mesh, self.world)
         layout = StageLayout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
         begins = self._begins(model, steps, layout.parts)
@@ -265,7 +270,8 @@ class Pipeline(Strategy):
             for tensor in held_by(model, step):
                 holders.setdefault(id(tensor), set()).add(place)
         found, aliases = named_state.tensors(model)
-        alike = {name: sorted(holders[id(t)]) for name, t in _first(model).items() if len(holders[id(t)]) > 1}
+        first = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # by the first of their names
+        alike = {name: sorted(holders[id(t)]) for name, t in first.items() if len(holders[id(t)]) > 1}
         mine = {part: steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in layout.mine}
         self.held = StageState(
             pipe=self.pipe,
@@ -320,14 +326,6 @@ class Pipeline(Strategy):
             model, mesh=self.data_mesh, mp_policy=mixed_precision_policy(None, reduce_dtype(model)), ignored_params=away
         )
         check_ties(tied, model)
-
-    def _reject_batchnorm(self, model: nn.Module) -> None:
-        if self.train.virtual_ranks and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
-            raise StrategyError(
-                "train.virtual_ranks keeps statistics of BatchNorm for one virtual rank after the other, but a "
-                "pipeline computes several at the same time",
-                hints=["remove train.virtual_ranks, or normalise with GroupNorm or LayerNorm"],
-            )
 
     def _keep(self, model: nn.Module, mine: set[int], shares: TensorParallel | None) -> None:
         """Broadcasts rank 0's values and keeps this rank's tensors, or its shares; moves others to the meta device."""
@@ -439,11 +437,6 @@ def _used(model: nn.Module, steps: Sequence[Segment]) -> Iterator[str]:
     for step in steps:
         for used in step.uses:
             yield from (name for name in names if name == used or name.startswith(f"{used}."))
-
-
-def _first(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters and buffers by the first of their names."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -93,7 +93,8 @@ def _resolved(
     split_logits: bool,
 ) -> ShardingPlan:
     kind = type(model).__name__
-    where, plan = ("strategy.plan", given) if given else (f"{kind}.tensor_plan", _own(model))
+    own = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}  # the latter of transformers
+    where, plan = ("strategy.plan", given) if given else (f"{kind}.tensor_plan", own)
     if not plan:
         raise UsageError(
             f"strategy.tensor = {ranks} needs a plan for cutting layers, but {kind} has none",
@@ -109,11 +110,6 @@ def _resolved(
     _check_sequence(styles, where, sequence=sequence, split_logits=split_logits)
     _check_tied(model, styles, where)
     return _cut(model, styles, ranks)
-
-
-def _own(model: nn.Module) -> Mapping[str, str]:
-    """Returns the model's own plan, also of models from transformers; empty if there is none."""
-    return getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
 
 
 # ---------------------------------------------------------------------------------------------- words and names
@@ -268,15 +264,12 @@ def _cut_of(model: nn.Module, name: str, parameter: nn.Parameter, style: Style, 
     dim = 0 if style.word == "colwise" else 1
     unit = _head(model, name)
     if shape[dim] % (style.parts * ranks):
-        _reject_share(name, f"{_stretches(shape[dim], dim, style.parts)}", ranks)
+        in_parts = f" in {style.parts} parts" if style.parts > 1 else ""
+        _reject_share(name, f"{shape[dim]} {'columns' if dim else 'rows'}{in_parts}", ranks)
     if unit and shape[dim] // style.parts % (unit * ranks):
         heads = shape[dim] // style.parts // unit
         _reject_share(name, f"{heads} head{'s' * (heads > 1)} of {unit}", ranks)
     return SplitSpec(shape, dim, 0, ranks, style.parts)
-
-
-def _stretches(count: int, dim: int, parts: int) -> str:
-    return f"{count} {'columns' if dim else 'rows'}" + (f" in {parts} parts" if parts > 1 else "")
 
 
 def _reject_share(name: str, what: str, ranks: int) -> NoReturn:

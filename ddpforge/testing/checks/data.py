@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from ddpforge.api import RankShare, digest, leaves, open_data, seed_all
+from ddpforge.data import is_stream
 from ddpforge.data.pytree import may_hold
-from ddpforge.data.streams import is_stream
 from ddpforge.interfaces import ShardedDataset, Shuffled
 from ddpforge.interfaces.forms import described
 from ddpforge.testing.cases import Case

@@ -13,6 +13,7 @@ from torch import Tensor
 from ddpforge.api import Chosen, MicroBatch, Problems, SingleRank, build, check_built, deal
 from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
+from ddpforge.features.sources import JoinedSources
 from ddpforge.interfaces import World, class_names_of
 
 __all__ = ["BatchImages", "BatchSummary", "Leaf", "SplitBatches", "describe", "first_batches", "pictures_of"]
@@ -59,7 +60,7 @@ class SplitBatches:
     micros: Sequence[MicroBatch]
     read: Read | None  # text of tokens
     text_parts: Callable[[Any], Sequence[TextParts]] | None  # of each sample of a batch
-    names: Sequence[str]  # of the sources
+    mixture: JoinedSources | None  # the dataset, if it has several sources
     class_names: Sequence[str] = ()  # in the order of their numbers
 
 
@@ -87,18 +88,22 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     )
     name = split.removeprefix("eval").removeprefix(".")
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
-    names = dealt.training.source_names if split == "train" else ()
     data = dealt.data[split]
+    mixture = data if isinstance(data, JoinedSources) else None
     hooks = getattr(data, "decode", None), getattr(data, "text_parts", None)
     classes = class_names_of(data) or dealt.names.classes
-    return SplitBatches(list(islice(source, most)), *hooks, names, classes)
+    return SplitBatches(list(islice(source, most)), *hooks, mixture, classes)
 
 
 def describe(micro: MicroBatch, found: SplitBatches) -> BatchSummary:
     """Returns the shapes, values and texts of a batch, and how many of its samples come from each source."""
     texts = found.text_parts(micro.data)[:_TEXTS] if found.text_parts else ()
     leaves = [_leaf(name, leaf, None if texts else found.read) for name, leaf in _named(micro.data)]
-    sources = {name: (micro.sources or ()).count(number) for number, name in enumerate(found.names)}
+    sources = {}
+    if found.mixture:
+        assert micro.places is not None
+        numbers = found.mixture.source_of(micro.places).tolist()
+        sources = {name: numbers.count(number) for number, name in enumerate(found.mixture.names)}
     return BatchSummary(micro.samples, micro.step_samples, leaves, sources, texts)
 
 

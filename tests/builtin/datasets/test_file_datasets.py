@@ -25,10 +25,11 @@ from ddpforge.builtin.datasets.hugging_face import HuggingFaceShards, Streamed, 
 from ddpforge.builtin.datasets.parquet import Parquet
 from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.builtin.datasets.tokens import Tokens
-from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data import MicroBatch, RankShare
 from ddpforge.data.batch_assignment import AssignmentTerms
-from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.errors import SetupError, UsageError, library
+from ddpforge.features.shard_reader import ShardedStream
+from ddpforge.training.loaders import open_data
 
 
 def png(shade: int, size: int = 4) -> bytes:
@@ -75,7 +76,7 @@ def opened(data: Any, *, batch: int = 16, workers: int = 0) -> Any:
 def hand(data: Any, *, rank: int, ranks: int, worker: int, workers: int, start: int = 0) -> Iterator[MicroBatch]:
     """Returns the micro-batches of one loader process of one rank, with one micro-batch of four samples a step."""
     terms = AssignmentTerms(global_batch=4 * ranks, share=RankShare(rank, ranks, 4), seed=1, drop_last=False)
-    return ShardedStream(data, terms, start, stop_after_epoch=True).batches(worker, workers)
+    return ShardedStream(data, terms, None, start, stop_after_epoch=True).batches(worker, workers)
 
 
 # ---------------------------------------------------------------------------------------------- tar

@@ -12,8 +12,9 @@ from ddpforge.builtin.datasets.views import Mixed, Part, TwoViews
 from ddpforge.builtin.metrics.classification import Accuracy
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.tasks.classification import Classification
-from ddpforge.data import RankShare, open_data
+from ddpforge.data import RankShare
 from ddpforge.errors import UsageError
+from ddpforge.training.loaders import open_data
 
 
 class Images:

@@ -18,11 +18,12 @@ from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.components.errors import RefusedOptions
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry
-from ddpforge.data import RankShare, open_data
+from ddpforge.data import RankShare
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.evaluation import Evaluator
+from ddpforge.training.loaders import open_data
 
 SAMPLES, CLASSES = 41, 5  # 41 samples in steps of 4 on each of 3 ranks: one rank has a padding sample at the end
 GENERATOR = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddpforge.data.mixture import (
+from ddpforge.features.mixture import (
     LONGEST_CYCLE,
     MixtureSampler,
     Shares,

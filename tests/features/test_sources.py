@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ddpforge.builtin.datasets.digits import Digits
-from ddpforge.data import Batches, RankShare, open_data
-from ddpforge.data.sources import BatchedSources, Sources, by_name, check_source, join_sources, mixture_of
+from ddpforge.data import Batches, RankShare
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.sources import BatchedSources, Sources, by_name, check_source, join_sources, mixture_of
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.recipe.schema import DataSection
+from ddpforge.training.loaders import open_data
 
 SIZES = {"code": 300, "math": 50, "web": 1000}
 
@@ -70,9 +71,10 @@ def steps(batches: Batches, number: int, start: int = 0) -> list[list[tuple[int,
         while not last:
             micro = next(source)
             last = micro.last
-            assert micro.sources is not None
+            assert micro.places is not None
             columns = [column.tolist() for column in micro.data]
-            step += list(zip(*columns, micro.sources, strict=True))[: micro.samples]
+            numbers = batches._data.source_of(micro.places).tolist()
+            step += list(zip(*columns, numbers, strict=True))[: micro.samples]
         found.append(step)
     return found
 
@@ -135,11 +137,11 @@ def test_a_sample_is_augmented_differently_each_time(alone: list[Any]) -> None:
 
 def test_epochs_of_sources_are_counted(alone: list[Any]) -> None:
     seen = [letter for step in alone[:1500] for letter, *_ in step]
-    assert opened().epochs_of_sources(1500) == {
+    order = mixture_of(WEIGHTS, sources(), seed=3, global_batch=12)
+    assert dict(zip(order.names, order.epochs_of_sources(1500), strict=True)) == {
         name: pytest.approx(seen.count(ord(name[0])) / size) for name, size in SIZES.items()
     }
-    assert opened().shares_of_sources == {"code": 0.2, "math": 0.1, "web": 0.7}
-    assert opened().source_names == ("code", "math", "web")
+    assert dict(zip(order.names, order.shares(), strict=True)) == {"code": 0.2, "math": 0.1, "web": 0.7}
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -244,7 +246,7 @@ def test_set_epoch_of_a_source_receives_its_own_epoch(workers: int) -> None:
     for start in (0, 11):
         for step, (micro, _) in enumerate(zip(batches.training(start), range(8), strict=False), start):
             epochs, steps_seen, _ = micro.data
-            mine = torch.tensor(micro.sources) == 0
+            mine = torch.tensor(data.source_of(micro.places)) == 0
             assert epochs[mine].tolist() == [step * 5 // 30] * 5
             assert steps_seen[mine].tolist() == [step] * 5
 
@@ -302,7 +304,7 @@ def test_sources_in_parts_have_exact_shares_and_epochs_of_their_own() -> None:
         epochs = [mine[start : start + sum(parts)] for start in range(0, len(mine), sum(parts))]
         assert all(sorted(epoch) == list(range(sum(parts))) for epoch in epochs[:-1])
         assert epochs[0] != epochs[1]
-    assert batches.epochs_of_sources(40) == {"a": 240 / 80, "b": 160 / 25}
+    assert batches._order.epochs_of_sources(40) == [240 / 80, 160 / 25]
     draws = [draw for _, _, draw, _ in found]
     assert len(set(draws)) == len(draws)
 

@@ -1,21 +1,26 @@
-"""Several sources of training data as one dataset, and the order of its samples."""
+"""Mixtures: several sources of training data as one dataset, and the order of its samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from ddpforge.data.collating import collate_of
-from ddpforge.data.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
+from ddpforge.data.fetching import is_stream
 from ddpforge.data.pytree import merge
-from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.features.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.interfaces import Horizon, ShardedDataset, class_names_of
 from ddpforge.interfaces.durations import Duration
+from ddpforge.training.features import Assembled, Feature
+from ddpforge.training.problems import Problems
+from ddpforge.training.stages import MISSING, Chosen
+from ddpforge.training.updates import batches_per_step
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import DataSection
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedSources",
     "JoinedSources",
+    "Mixtures",
     "ShardedSources",
     "Sources",
     "by_name",
@@ -48,6 +54,7 @@ class JoinedSources:
         self.random = any(getattr(source, "random", True) for source in self._sources)
         self.forkable = all(getattr(source, "forkable", False) for source in self._sources)
         own = [one.collate for one in self._sources if hasattr(one, "collate") and not hasattr(one, "__getitems__")]
+        self.keeps_places = True  # in micro-batches of training, see `source_of`
         self.collate: Callable[[Any], Any] | None = like.collate if like else next(iter(own), None)
 
     def __len__(self) -> int:
@@ -73,7 +80,7 @@ class JoinedSources:
         found: NDArray[np.int64] = self._ends - np.array(self.sizes)
         return found
 
-    def source_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
+    def source_of(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Returns the number of the source of each sample."""
         found: NDArray[np.int64] = np.searchsorted(self._ends, ids, side="right")
         return found
@@ -244,6 +251,7 @@ def mixture_of(
         changes = weights_over_steps(weights)
         stages = [Shares(start, _cycle(start // batches_per_step, of_sources)) for start, of_sources in changes]
     order = MixtureSampler(data.sizes, stages, seed=seed, global_batch=global_batch)
+    order.names = data.names
     if isinstance(data, Sources):
         data.follow(order)
     return order
@@ -273,3 +281,47 @@ def _by_step(
             raise UsageError(f"`{key}` has two weights from step {step} on", hints=["remove one"], key=key)
         found[step * batches_per_step] = value
     return found
+
+
+class Mixtures(Feature):
+    """Several sources of training data: joins them, orders their samples, and shows their epochs in rows."""
+
+    def __init__(self, order: MixtureSampler, batches: int) -> None:
+        """Prepares for the order of the sources; a step of the run is `batches` steps of it."""
+        self._order, self._batches = order, batches
+
+    @staticmethod
+    def join(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+        """Replaces the sources in `data` by one dataset; removes them if one cannot be used."""
+        sources: dict[str, Any] = {}
+        for name in chosen.recipe.data.sources:
+            with problems.at("data", "train", name):
+                check_source(name, source := data.pop(f"train.{name}", MISSING))
+                sources[name] = source
+        if sources.keys() == chosen.recipe.data.sources.keys():
+            with problems.at("data", "train"):
+                data["train"] = join_sources(sources)
+
+    @staticmethod
+    def order(chosen: Chosen, data: Any) -> MixtureSampler | None:
+        """Returns the order of several sources by their weights."""
+        if not isinstance(data, JoinedSources):
+            return None
+        return mixture_of(
+            chosen.recipe.data,
+            data,
+            seed=chosen.recipe.train.seed,
+            global_batch=chosen.recipe.train.global_batch,
+            batches_per_step=batches_per_step(chosen.updates),
+        )
+
+    @classmethod
+    def of(cls, run: Assembled) -> Self | None:
+        """Returns the feature if the training data has several sources."""
+        order = run.parts.sampler
+        return cls(order, batches_per_step(run.parts.updates)) if isinstance(order, MixtureSampler) else None
+
+    @override
+    def row(self, step: int) -> Mapping[str, float]:
+        epochs = self._order.epochs_of_sources(step * self._batches)
+        return {f"train/{name}/epochs": count for name, count in zip(self._order.names, epochs, strict=True)}

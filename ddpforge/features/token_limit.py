@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpforge.data import is_stream
 from ddpforge.errors import UsageError
 from ddpforge.interfaces.columns import numbers
+from ddpforge.training.features import Feature
+from ddpforge.training.stages import Chosen
 
-__all__ = ["TokenLimit"]
+__all__ = ["MicroBatchesByTokens", "TokenLimit"]
 
 Places = NDArray[np.int64]
 
@@ -79,3 +82,22 @@ class TokenLimit:
 
 def _padded(lengths: Places, group: Places) -> int:
     return len(group) * int(lengths[group[0]]) if len(group) else 0
+
+
+class MicroBatchesByTokens(Feature):
+    """Micro-batches of at most `train.max_tokens` tokens."""
+
+    @staticmethod
+    def divider(chosen: Chosen, data: Any) -> TokenLimit | None:
+        """Returns the limit of tokens that the recipe sets; raises UsageError if lengths of samples are not known."""
+        recipe = chosen.recipe
+        if recipe.train.max_tokens is None:
+            return None
+        if is_stream(data):
+            raise UsageError(
+                f"train.max_tokens needs the length of every sample in advance, but {type(data).__name__} is an "
+                "iterable dataset",
+                hints=["use a dataset with __len__ and __getitem__", "or set train.micro_batch instead"],
+                key="train.max_tokens",
+            )
+        return TokenLimit.of(data, recipe.data.lengths or "lengths", recipe.train.max_tokens)

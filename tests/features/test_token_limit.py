@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ddpforge.builtin.samplers.bucketed import Bucketed
 from ddpforge.builtin.samplers.curricula import Growing
-from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.sources import Sources, mixture_of
-from ddpforge.data.token_limit import TokenLimit
+from ddpforge.data import MicroBatch, RankShare
 from ddpforge.errors import UsageError
+from ddpforge.features.sources import Sources, mixture_of
+from ddpforge.features.token_limit import TokenLimit
 from ddpforge.interfaces import BatchSampler, Duration, Shuffled
 from ddpforge.recipe.schema import DataSection
+from ddpforge.training.loaders import open_data
 
 MOST = 64
 BATCH = 24
@@ -142,7 +143,7 @@ def test_a_mixture_is_divided_by_the_lengths_of_all_sources() -> None:
     for number, hand in enumerate(steps(order, data, 10)):
         assert sum(one.samples for one in hand) == BATCH
         assert all(one.data.numel() <= MOST for one in hand)
-        assert sum((list(one.sources or ()) for one in hand), []).count(0) == 8
+        assert sum(data.source_of(one.places).tolist().count(0) for one in hand) == 8
         assert int((order.samples(number + 1) - order.samples(number))[0]) == 8
 
 

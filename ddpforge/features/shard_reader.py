@@ -8,10 +8,11 @@ last step. The places of a step are divided among ranks as for any other dataset
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,35 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddpforge import compat
 from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
-from ddpforge.data.mixture import MixtureSampler
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
-from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
+from ddpforge.features.mixture import MixtureSampler
+from ddpforge.features.sources import ShardedSources
 from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
 from ddpforge.interfaces.permutation import key, permute
 
-__all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream"]
+__all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream", "check_parts"]
 
 _PARTS, _WINDOW, _SAMPLE, _MIXED = 0x9A27, 0x31D0, 0x5A3E, 0x3171  # different seeds for different uses
 
 Numbers = NDArray[np.uint64]
 _Read = tuple[int, int, Any]  # a part, a place in there, the sample
+
+
+def check_parts(data: ShardedDataset) -> None:
+    """Raises PluginError unless the attributes of a dataset in parts are whole numbers in their ranges."""
+    name = type(data).__name__
+    if not _whole_numbers(getattr(data, "shard_sizes", None), least=0):
+        raise PluginError(f"{name}.shard_sizes must hold the number of samples of each part: whole numbers, at least 0")
+    if not _whole_numbers(data.interleave, least=1) or len(data.interleave) != 2:
+        raise PluginError(f"{name}.interleave must be two whole numbers of at least 1, not {data.interleave}")
+    if not _whole_numbers([data.shuffle_buffer], least=1):
+        raise PluginError(f"{name}.shuffle_buffer must be at least 1, not {data.shuffle_buffer}")
+
+
+def _whole_numbers(found: Any, *, least: int) -> bool:
+    return isinstance(found, Iterable) and all(isinstance(one, Integral) and int(one) >= least for one in found)
 
 
 @dataclass(frozen=True)
@@ -243,9 +259,9 @@ class ShardedStream(IterableDataset[MicroBatch]):
         self,
         data: ShardedDataset | ShardedSources,
         terms: AssignmentTerms,
+        order: BatchSampler | None,
         start: int,
         stop_after_epoch: bool,
-        order: BatchSampler | None = None,
     ) -> None:
         self.data, self.terms = data, terms
         self.order = order if isinstance(order, MixtureSampler) else None
@@ -278,10 +294,8 @@ class ShardedStream(IterableDataset[MicroBatch]):
                         seed_all(mix(self.terms.seed, step, part.start))
                     whose, last = share.whose(number, len(micro)), number + 1 == len(micro)
                     numbers, samples = zip(*kept, strict=True)
-                    places = np.array(numbers) if self.stop_after_epoch else None
-                    batch = self.collate(list(samples))
-                    sources = None if isinstance(self.data, ShardedDataset) else self.data.source_of(numbers).tolist()
-                    yield MicroBatch(batch, len(part), size, last, *whose, read, places, sources)
+                    places = np.array(numbers) if self.stop_after_epoch or self.order else None
+                    yield MicroBatch(self.collate(list(samples)), len(part), size, last, *whose, read, places)
 
     def _reader(self) -> ShardReader | MixedReader:
         if isinstance(self.data, ShardedDataset):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.data import Batches, MicroBatch, RankShare, open_data
+from ddpforge.data import Batches, MicroBatch, RankShare
 from ddpforge.data.batch_assignment import AssignmentTerms
-from ddpforge.data.shard_reader import ShardedStream, ShardOrder
 from ddpforge.errors import PluginError
+from ddpforge.features.shard_reader import ShardedStream, ShardOrder
 from ddpforge.interfaces import ShardedDataset
+from ddpforge.training.loaders import open_data
 
 PARTS = [7, 0, 31, 1, 18, 12, 25, 3, 40, 6]  # 143 samples
 
@@ -50,7 +51,7 @@ def terms(
 
 def epoch(data: Shards, *, rank: int, ranks: int, worker: int = 0, workers: int = 1, **more: Any) -> list[MicroBatch]:
     """Returns the micro-batches of one loader process of one rank for one epoch."""
-    stream = ShardedStream(data, terms(rank, ranks, **more), 0, stop_after_epoch=True)
+    stream = ShardedStream(data, terms(rank, ranks, **more), None, 0, stop_after_epoch=True)
     return list(stream.batches(worker, workers))
 
 
@@ -58,7 +59,7 @@ def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, *
     """Returns the samples of each step over all ranks, with loader processes in rotation."""
     found: list[list[Any]] = [[] for _ in range(number)]
     for rank in range(ranks):
-        stream = ShardedStream(data, terms(rank, ranks, **more), start, stop_after_epoch=False)
+        stream = ShardedStream(data, terms(rank, ranks, **more), None, start, stop_after_epoch=False)
         sources = [stream.batches(worker, workers) for worker in range(workers)]
         step = turn = 0
         while step < number:
