@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
+# Ranks are forked from large processes, which have fewer pages to copy if these are huge: a tenth of a short run.
+FORKS := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Two files at a time: many tests wait for ranks. Small files are the last, so that both workers end together.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(FORKS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # WHEELS=FOLDER: a machine without network. What PYTHON has, torch above all, is used; the rest comes from the folder.
 ifdef WHEELS
@@ -34,7 +36,7 @@ test-package: $(VENV)/installed
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 
 test-plugins-together: $(VENV)/installed    ## all in one process, whose imports they share
-	$(BIN)/python -m pytest plugins -m "not slow and not full"
+	$(FORKS) $(BIN)/python -m pytest plugins -m "not slow and not full"
 
 $(PLUGIN_TESTS): test-%: $(VENV)/installed
 	cd $* && $(CURDIR)/$(BIN)/python -m pytest -m ""
