@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
+# Ranks are forked from large processes, which have fewer pages to copy if these are huge: a tenth of a short run.
+FORKS := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Two files at a time: many tests wait for ranks. Small files are the last, so that both workers end together.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(FORKS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # WHEELS=FOLDER: a machine without network. What PYTHON has, torch above all, is used; the rest comes from the folder.
 ifdef WHEELS
@@ -18,14 +20,14 @@ endif
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus test-pretended gpu gpu-wheels pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus test-pretended gpu gpu-wheels pretend-cuda test-plugins test-plugins-together $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 # The cores are busy all the time: what is beside the tests of runs takes what these leave while they wait for ranks.
 test: $(VENV)/installed    ## style, types, tests and those of the plugins, in a quarter of an hour on two cores
-	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
+	nice $(MAKE) --output-sync lint test-plugins-together & rest=$$!; \
 	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
 
 test-package: $(VENV)/installed
@@ -33,8 +35,11 @@ test-package: $(VENV)/installed
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
 
+test-plugins-together: $(VENV)/installed    ## all in one process, whose imports they share
+	$(FORKS) $(BIN)/python -m pytest plugins -m "not slow and not full"
+
 $(PLUGIN_TESTS): test-%: $(VENV)/installed
-	cd $* && $(CURDIR)/$(BIN)/python -m pytest -m "$(OF_PLUGINS)"
+	cd $* && $(CURDIR)/$(BIN)/python -m pytest -m ""
 
 test-all: lint            ## also all strategy pairs, faults on two hosts, 320 random kills: three quarters of an hour more
 	$(PYTEST) -m "not alone"

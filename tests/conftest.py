@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,14 @@ PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keeps the garbage collector from repeated scans of modules and tests, here and in every forked rank."""
+    """Keeps the garbage collector from repeated scans of modules and tests, here and in every forked rank.
+
+    It then runs seldom: it would scan trees of code, and graphs of models, a hundred times while they grow.
+    """
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     gc.enable()
 
 
@@ -89,6 +94,7 @@ def deepspeed() -> None:
 
     with patch_environment(DS_ACCELERATOR="cpu"):
         pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
+        import_module("ddpforge.strategies.deepspeed.replica")
 
 
 @pytest.fixture(scope="session")

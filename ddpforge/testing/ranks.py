@@ -35,7 +35,10 @@ _warmed = [
     *("torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
     *("rich._emoji_codes", "rich.progress", "tomlkit"),
     *("ddpforge.app.run", "ddpforge.cli.run", "ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
-    *("ddpforge.strategies.ddp", "ddpforge.strategies.fsdp"),
+    *("ddpforge.strategies.ddp_replica", "ddpforge.strategies.fsdp", "ddpforge.strategies.fsdp.replica"),
+    *("ddpforge.features.installed", "ddpforge.launchers.environment", "ddpforge.launchers.slurm"),
+    *(f"ddpforge.guard.{name}" for name in ("fit", "model", "node_consistency", "reference_check", "same_on_ranks")),
+    *(f"ddpforge.guard.{name}" for name in ("samples", "sources", "static", "sum_reduction")),
 ]
 _PATIENCE = 20.0  # seconds for the other ranks to end by themselves after one has failed
 

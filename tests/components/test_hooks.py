@@ -42,3 +42,11 @@ def test_hook_that_cannot_be_imported_is_refused_with_distribution_and_line(site
     assert f"{site / 'bad_tools.py'}:2" in message
     assert "DDPFORGE_DISABLE_PLUGINS=broken" in message
     assert PluginError.exit_code == ExitCode.ENVIRONMENT
+
+
+def test_entry_points_of_distributions_are_read_once_for_all_groups(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks("toy")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: pytest.fail("read again"))
+    assert hooks("another") == ()

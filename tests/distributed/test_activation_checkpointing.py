@@ -37,7 +37,7 @@ def state(checkpoint: Path) -> dict[str, Tensor]:
     ("strategy", "recipe", "train", "kind"),
     [
         ('use = "single"', EXPLORING, SHARDS, "true"),
-        (DDP, EXPLORING, SHARDS, "true"),
+        pytest.param(DDP, EXPLORING, SHARDS, "true", marks=pytest.mark.full),  # replicas recompute as one process does
         pytest.param(EACH["fsdp"], RECIPE, SHARDS, "true", marks=pytest.mark.full),
         (EACH["fsdp"], RECIPE, SHARDS, '"selective"'),
         pytest.param(EACH["zero2"], RECIPE, "", "true", marks=pytest.mark.full),

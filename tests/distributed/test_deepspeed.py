@@ -313,7 +313,7 @@ def test_optimizer_state_that_differs_within_a_group_is_refused(bench: Bench) ->
 
 
 # ---------------------------------------------------------------------------------------------- engaged or error
-@stages_1_and_3
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])  # the same checks of the same model
 @pytest.mark.parametrize(
     ("model", "said"),
     [

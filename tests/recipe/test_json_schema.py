@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -69,8 +70,11 @@ def _is(value: object, name: str) -> bool:
     return isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
+_schema = cache(recipe_schema)  # of the registry of all these tests
+
+
 def _marked(registry: Registry, text: str) -> set[str]:
-    schema = recipe_schema(registry)
+    schema = _schema(registry)
     return {path.removeprefix(".") for path in _errors(schema, tomllib.loads(text), schema)}
 
 

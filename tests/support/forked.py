@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,16 +18,22 @@ import torch
 import torch._dynamo  # by the first optimizer of every process: 2 seconds
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.distributed.fsdp
+import torch.nn.attention.bias
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ddpforge.components.hooks import hooks
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Strategy, World
 from ddpforge.ranks.join import join
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.testing.ranks import reserved_port
 from support.saved_tensors import Saved
+
+hooks("environment")  # otherwise imported by every rank, as the replicas
+for module in ("ddp_replica", "fsdp.replica"):
+    import_module(f"ddpforge.strategies.{module}")
 
 
 def in_ranks(

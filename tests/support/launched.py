@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 FORKED_PROGRAMS = "FORKED_PROGRAMS"
 """Variable for a rank whose own programs (`python -m MODULE`) are forked, too: each saves two seconds of a core."""
 
@@ -95,13 +96,14 @@ _IMPORTED = [
     *(f"ddpforge.cli.{command}" for command in ("run", "evaluate", "export")),
     *("ddpforge.components.options", "ddpforge.app.run"),
     *(f"ddpforge.strategies.{strategy}" for strategy in ("ddp", "fsdp", "pipeline")),
-    *("ddpforge.builtin.trackers.console", "ddpforge.runs.metrics"),
+    *("ddpforge.builtin.trackers.console", "ddpforge.runs.metrics", "torch.nn.attention.bias"),
 ]
+_IMPORTED_WHOLE = ("features", "guard", "launchers", "runs", "strategies", "training")  # folders of ddpforge
 _IMPORTED_BY_DEEPSPEED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch._inductor: 1.4 seconds
     *("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
     *("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
-    *("ddpforge.strategies.deepspeed", "ddpforge.strategies.deepspeed.zero"),
+    *("ddpforge.strategies.deepspeed.replica", "ddpforge.strategies.deepspeed.zero"),
     *("torch._subclasses.schema_check_mode", "torch.utils.cpp_extension"),
 ]
 
@@ -111,12 +113,19 @@ def _serve() -> None:
     import logging
     from functools import cache
     from importlib import import_module, metadata
+    from pkgutil import walk_packages
 
+    from ddpforge.components.hooks import found
     from ddpforge.components.registry import Registry
     from ddpforge.fast_import import gc_paused
     from ddpforge.machine import has_nvidia_gpu
 
-    modules = _IMPORTED
+    modules = _IMPORTED + [
+        module.name
+        for folder in _IMPORTED_WHOLE
+        for module in walk_packages([f"{ROOT}/ddpforge/{folder}"], f"ddpforge.{folder}.")
+        if "deepspeed" not in module.name
+    ]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     pretended = "PRETEND_CUDA_DEVICES" in os.environ
     # DeepSpeed might touch a GPU, which a process that forks must not.
@@ -134,6 +143,7 @@ def _serve() -> None:
             if component.value.startswith("ddpforge."):
                 component.load()
     Registry.installed()
+    found("check")  # reads the entry points of all distributions
     metadata.entry_points = cache(metadata.entry_points)  # torch looks for backends in all distributions, in every rank
     metadata.entry_points(group="torch.distributed.backends")
 
@@ -250,6 +260,21 @@ class _Forked:
         return code
 
 
+def unwatch() -> None:
+    """Makes this process a rank without watchdogs."""
+    from ddpforge.watchdog import watchdog
+
+    watchdog._Agent = _NoAgent  # type: ignore[assignment, misc]
+
+
+def unwatched_rank(*arguments: Any) -> None:
+    """Becomes a rank of `ddpforge.testing.ranks` without watchdogs; never returns."""
+    from ddpforge.testing import ranks
+
+    unwatch()
+    ranks._rank(*arguments)
+
+
 class _NoAgent:
     """No watchdog process."""
 
@@ -326,9 +351,7 @@ def _rank(arguments: list[str], cwd: str, env: dict[str, str], output: Path) -> 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     if env.get(UNWATCHED):
-        from ddpforge.watchdog import watchdog
-
-        watchdog._Agent = _NoAgent  # type: ignore[assignment, misc]
+        unwatch()
     if env.get(FORKED_PROGRAMS):
         subprocess.Popen = _ForkedProgram  # type: ignore[assignment, misc]
 

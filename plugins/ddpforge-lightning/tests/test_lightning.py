@@ -164,7 +164,8 @@ def test_curve_is_that_of_the_trainer(bench: Bench, form: str) -> None:
     check(bench, by_lightning(form)[0])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+# A test of the data module has the curve under DDP, too.
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_have_the_curve_of_the_trainer(bench: Bench, strategy: str) -> None:
     bench.train(ranks=2, strategy=strategy)
     check(bench, by_lightning()[0])

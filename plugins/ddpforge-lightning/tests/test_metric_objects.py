@@ -68,7 +68,10 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-@pytest.mark.parametrize(("ranks", "eval_batch"), [(1, 4), (1, 21), (2, 4), (2, 10)])
+@pytest.mark.parametrize(
+    ("ranks", "eval_batch"),
+    [(1, 4), (2, 10), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((1, 21), (2, 4)))],
+)
 def test_metric_objects_have_the_values_of_the_trainer(bench: Bench, ranks: int, eval_batch: int) -> None:
     printed = train(bench, f"train.eval_batch={eval_batch}", ranks=ranks)
     check(bench)

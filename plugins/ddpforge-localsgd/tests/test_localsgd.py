@@ -164,7 +164,7 @@ def test_the_bundled_recipe_learns(bench: Bench) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@pytest.mark.parametrize("optimizer", [pytest.param(SGD, marks=pytest.mark.slow), ADAMW])
 def test_resumed_run_equals_uninterrupted_run_exactly(bench: Bench, optimizer: str) -> None:
     """Also between two averagings: the checkpoint of step 4 averages, and contains outer and inner momentum."""
     bench.train(optimizer=optimizer, every="4st")

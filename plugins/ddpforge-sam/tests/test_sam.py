@@ -139,7 +139,10 @@ def check(bench: Bench, expected: ByHand) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the loss curve
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# One strategy keeps gradients whole, the other splits all; in the resumed run below FSDP2 splits them.
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ddp", "zero3"))) for name in STRATEGIES]
+)
 def test_two_ranks_match_the_loop_by_hand(bench: Bench, strategy: str) -> None:
     bench.train(ranks=2, strategy=strategy, train="clip_norm = 0.1")
     assert min(ByHand().norms) > 0.1  # so every step clips

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ def test_unknown_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- training
-def test_ddp_and_fsdp_train_the_same_curve_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [run_ddpforge, pytest.param(launched, marks=pytest.mark.slow)])
+def test_ddp_and_fsdp_train_the_same_curve_on_two_ranks(tmp_path: Path, start: Callable[..., Any]) -> None:
     curves = {}
-    for strategy, start in (("ddp", launched), ("fsdp", run_ddpforge)):
+    for strategy in ("ddp", "fsdp"):
         sets = (
             f"--set=strategy.use={strategy}",
             f"--set=name={strategy}",

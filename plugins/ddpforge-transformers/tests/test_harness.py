@@ -111,8 +111,9 @@ def test_accuracy_and_bits_per_byte_equal_those_by_hand(folder: Path) -> None:
 
 def test_impossible_evaluations_are_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ("--include", "tasks")
-    assert "--lm-eval mime: the harness has no such task" in cli("chat", "--lm-eval", "mime", *here, code=2)
-    assert "similar names: mine" in cli("chat", "--lm-eval", "mime", *here, code=2)
+    unknown = cli("chat", "--lm-eval", "mime", *here, code=2)
+    assert "--lm-eval mime: the harness has no such task" in unknown
+    assert "similar names: mine" in unknown
     assert "--include nowhere is not a folder" in cli("chat", "--lm-eval", "mine", "--include", "nowhere", code=2)
     assert "--set cannot be combined with --lm-eval" in cli("chat", "--lm-eval", "mine", *here, "--set=name=x", code=2)
     assert "--include is for tasks of --lm-eval" in cli("chat", *here, code=2)
