@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PLUGINS := $(wildcard plugins/*)
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
 # Ranks are forked from large processes, which have fewer pages to copy if these are huge: a tenth of a short run.
 FORKS := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
