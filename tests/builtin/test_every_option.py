@@ -600,7 +600,7 @@ CASES: dict[tuple[str, str], tuple[Options, Observe, dict[str, tuple[Any, Any]]]
 # (kind, component): the test that asserts an option, by option.
 TEXT, TABLES, FOLDERS = (f"builtin/datasets/test_{name}.py::test_" for name in ("text", "file_datasets", "folders"))
 BOXES, RATES = "builtin/tasks/test_detection.py::test_", "builtin/callbacks/test_learning_rate_callbacks.py::test_"
-PICTURES, SHARDS = "builtin/datasets/test_image_datasets.py::test_", "data/test_shard_reader.py::test_"
+PICTURES, SHARDS = "builtin/datasets/test_image_datasets.py::test_", "features/test_shard_reader.py::test_"
 DDP, SHARDED, STAGES = (f"strategies/test_{name}.py::test_" for name in ("ddp", "fsdp", "pipeline"))
 TENSOR, ZERO = "strategies/test_tensor_parallel.py::test_", "strategies/test_deepspeed.py::test_"
 LARGE_MODELS = "builtin/models/test_torchvision_model.py::test_"

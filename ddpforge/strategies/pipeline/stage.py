@@ -73,9 +73,7 @@ class StageModule(nn.Module):
         micro = self.micros[number]
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
         micro.one.seed()
-        seed = mix(torch.initial_seed(), self.number + 1)  # of the pass, and of this part
-        torch.default_generator.manual_seed(seed)
-        device_kind(self._device).seed(seed, self._device)
+        _seed_on(self.number, self._device)
         self._begin()
         with micro.one.context(), self._around():
             found = self._through(self._take_steps, *args, **named)
@@ -122,6 +120,13 @@ def _received(x: Tensor) -> Tensor:
 def _mark(phase: int) -> None:
     if torch.is_grad_enabled():  # an evaluation is one phase
         heartbeat.beat(phase)
+
+
+def _seed_on(number: int, device: torch.device) -> None:
+    """Seeds the RNG of a part, with a seed from the pass's seed and the part's number."""
+    seed = mix(torch.initial_seed(), number + 1)
+    torch.default_generator.manual_seed(seed)
+    device_kind(device).seed(seed, device)
 
 
 def _travels(found: Any, step: Segment) -> Any:
