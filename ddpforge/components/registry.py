@@ -406,7 +406,7 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
 
 # ---------------------------------------------------------------------------------------------- building
 class WrongKind(PluginError):
-    """Error of a recipe: it names a component of another kind, or an object that is no component."""
+    """Error of a recipe: it names a component of another kind, or an object that is not a component."""
 
     exit_code = ExitCode.USAGE
 

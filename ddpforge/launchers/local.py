@@ -142,7 +142,7 @@ def prepare_launch(
     arguments += ["--json"] if as_json else []
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
-    # When ranks are restarted, the launcher waits for a new rendezvous, which is no failure.
+    # When ranks are restarted, the launcher waits for a new rendezvous, which is not a failure.
     patience = process.PATIENCE + (_MEETING if restarts else 0.0)
     variables = nodes.variables()
     if number := fixed_number(ranks.flags):

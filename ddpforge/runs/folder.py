@@ -445,7 +445,7 @@ class RunFolder:
         return _read(path, Status) if os.path.lexists(path) else None
 
     def code(self, path: Path) -> bytes:
-        """Returns the contents of a copy of local code; raises SetupError if it is no plain file."""
+        """Returns the contents of a copy of local code; raises SetupError if it is not a plain file."""
         with _reading(path):
             return disk.read_plain(path, _MOST_CODE, within=self.path)
 
