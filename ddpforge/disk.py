@@ -78,7 +78,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with its contents; a missing file is no error."""
+    """Removes a file, or a folder with its contents; a missing file is not an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -202,7 +202,7 @@ def read_plain(path: Path, most: int, *, within: Path | None = None) -> bytes:
 
 
 def reject_linked_folders(folder: Path, within: Path) -> None:
-    """Raises OSError if a path from `within` to `folder` is a link or no folder; missing folders are no error."""
+    """Raises OSError if a path from `within` to `folder` is a link or no folder; missing folders are not errors."""
     way = within
     for part in folder.relative_to(within).parts:
         way = way / part

@@ -25,7 +25,7 @@ def check_launcher_env(environ: Mapping[str, str] = os.environ) -> None:
         if not environ.get(name, "0").isdecimal():
             raise SetupError(f"the environment variable {name} must be a number, not {environ[name]!r}", hints=_WAYS)
     if not 0 <= int(port := environ.get("MASTER_PORT", "0")) < 2**16:
-        raise SetupError(f"MASTER_PORT={port} is no port: expected a number up to 65535", hints=_WAYS)
+        raise SetupError(f"MASTER_PORT={port} is not a port: expected a number up to 65535", hints=_WAYS)
     threads(environ)
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     missing = [name for name in _NEEDED if name not in environ]

@@ -17,7 +17,7 @@ from textwrap import wrap
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs/concepts/architecture.md", ROOT / "docs/assets/architecture.svg"
 sys.path.insert(0, str(ROOT / "tests"))
-# Installed plugins are no part of this documentation.
+# Installed plugins are not part of this documentation.
 os.environ.setdefault("DDPFORGE_DISABLE_PLUGINS", ",".join(path.name for path in (ROOT / "plugins").glob("*")))
 
 from support.architecture import HOLDS, path_of_a_step, ring, sizes  # noqa: E402

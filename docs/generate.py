@@ -45,7 +45,11 @@ def render(page: str) -> str:
 def _section(*path: str) -> str:
     """Returns the keys of one table of the recipe, without the tables and components in it."""
     vocabulary = Vocabulary()
-    rows = [row for row in options_table(vocabulary.models[path]) if not row.type.startswith("table")]
+    rows = [
+        row
+        for row in options_table(vocabulary.models[path])
+        if not row.type.startswith("table") and (*path, row.name) not in SLOTS
+    ]
     types = {row.name: "duration" for row in rows if vocabulary.takes_duration((*path, row.name))}
     return _options(rows, types, dotted(path))
 
@@ -73,7 +77,27 @@ def _slots() -> str:
     rows[place:place] = [(f"`[{dotted(path)}.NAME]`", _link("optimizer"), "none") for path in VARIATIONS]
     rows.insert(place, (f"`[{dotted(SCHEDULES)}.NAME]`", _link("schedule"), "the option is constant"))
     rows += [(f"`[{table}.NAME]`", _link(kind), "none") for table, kind in NAMED_SLOTS.items()]
-    return _table(("Table", "Kind", "When absent"), rows)
+    kinds = {_link(kind): kind for kind in _OF_KIND}
+    rows = [(table, kind, _interface(kinds[kind]), absent) for table, kind, absent in rows]
+    return _table(("Table", "Kind", "In Python", "When absent"), rows)
+
+
+_OF_KIND = {  # kind to its class, the section of interfaces.md with it, and the page on how to write one
+    "model": ("torch.nn.Module", "model", "model"),
+    "data": ("Data", "dataset", "dataset"),
+    "sampler": ("BatchSampler", "sampler", "sampler"),
+    "task": ("Task", "loss-task", "loss"),
+    "optimizer": ("torch.optim.Optimizer", "optimizer-and-schedule", "optimizer"),
+    "schedule": ("Schedule", "optimizer-and-schedule", "schedule"),
+    "strategy": ("Strategy", "strategy", "strategy"),
+    "tracker": ("Tracker", "tracker-and-media", "logger"),
+    "callback": ("Callback", "callback", "callback"),
+}
+
+
+def _interface(kind: str) -> str:
+    name, section, page = _OF_KIND[kind]
+    return f"[`{name}`](interfaces.md#{section}); [write one](../extend/{page}.md)"
 
 
 def _link(kind: str) -> str:
@@ -120,7 +144,10 @@ def _component(kind: str, name: str) -> str:
     use = f"ddpforge:{name}"  # ddpforge's own, even if another package provides the same name
     options = options_table(registry.options_model(kind, use))
     about = inspect.getdoc(registry.load(kind, use)) or ""
-    return "\n\n".join([f"### {name}", about, _options(options) if options else "No options."])
+    entry = registry.find(kind, use)
+    assert entry is not None
+    table = _options(options) if options else "No options."
+    return "\n\n".join([f"### {name}", about, f"In Python: `{entry.target}`", table])
 
 
 def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}, anchors: str | None = None) -> str:

@@ -28,11 +28,12 @@ RULES = {
     r"\b(stands?|stood|lies|lain)\b(?! for)": "write `is`",
     r"\balike\b": "identical, equal, the same",
     r"\b[Tt]hose that\b": "write the noun",
+    r"(?<![Tt]here )\b(is|are) no (?!longer|more|difference|better|faster|use)[a-z]+\b": "write `is not a`",
 }
 FUNCTION = r"(The|A|An|What|Who|Whether|Where|How|Its|Those) "
 FIRST = "a function's docstring begins with a verb: Returns, Raises, Checks, …"
 
-# Code, names of arguments and quoted texts of others are no sentences: words between backticks, `name:` in `Args:`.
+# Code, names of arguments and quoted texts of others are not sentences: words between backticks, `name:` in `Args:`.
 CODE = r"`[^`]*`|(?m:^ +\w+:)"
 # No sentences of a Markdown page: code, generated blocks (their sentences are docstrings), titles, texts of links.
 NO_PROSE = r"(?ms:^( *)```.*?^\1```)|(?s:<!-- generated.*?<!-- end -->)|`[^`]*`|(?m:^#.*)|\[[^]]*\]\([^)]*\)"

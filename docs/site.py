@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from os.path import relpath
 from pathlib import Path
 
@@ -37,12 +38,32 @@ def build() -> Path:
         _copy(ROOT / part, pages / part)
     for part in NOT_SEARCHED:
         (pages / part).write_text(NO_SEARCH + (ROOT / part).read_text(encoding="utf-8"), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=True)
+    config = ROOT / "build/zensical.toml"
+    config.write_text(_configuration(), encoding="utf-8")
+    command = ["build", "--clean", "--strict", "--config-file", str(config)]
+    subprocess.run([sys.executable, "-m", "zensical", *command], cwd=ROOT, check=True)
     for page in site.rglob("*.html"):
         own = relpath(site / "docs/assets/iframe-worker.js", page.parent)
         page.write_text(page.read_text(encoding="utf-8").replace(SHIM, own), encoding="utf-8")
+    (worker,) = site.glob("assets/javascripts/workers/search.*.js")
+    shutil.copy(ROOT / "docs/assets/search.js", worker)
     _write_for_tools(pages, site)
     return site
+
+
+def _configuration() -> str:
+    """Returns the contents of zensical.toml for the folder build, with links to edit a page.
+
+    Without an address in [project.urls] of pyproject.toml there are no such links.
+    """
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    text = (ROOT / "zensical.toml").read_text(encoding="utf-8").replace('_dir = "build/', '_dir = "')
+    if "Repository" in urls:
+        keys = f'repo_url = "{urls["Repository"]}"\nedit_uri = "edit/main/"\n'
+        text = text.replace("[project]\n", f"[project]\n{keys}", 1).replace(
+            'features = ["', 'features = ["content.action.edit", "'
+        )
+    return text
 
 
 def _write_for_tools(pages: Path, site: Path) -> None:

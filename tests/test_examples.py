@@ -1,7 +1,10 @@
 """Examples of docs/extend/research.md: short, with the same curve on any number of ranks and after a resume."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,37 @@ def test_example_trains_the_same_curve_on_one_and_two_ranks_and_after_a_resume(r
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_the_same_curve_on_four_ranks(run: Run, example: str) -> None:
     compare(example, run(example, 4, STEPS, out="four"), run(example, 1, STEPS, SINGLE, out="one"))
+
+
+SCRIPTS = {  # the smallest eval/accuracy; None without one
+    "pytorch_loop": 0.97,
+    "own_loss": 0.93,
+    "search": 0.8,
+    "lightning_module": 0.95,
+    "hf_trainer": None,
+}
+OF_PLUGINS = {"lightning_module": "ddpforge_lightning", "hf_trainer": "ddpforge_transformers"}  # whose tests train more
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.full if name in OF_PLUGINS else ()) for name in SCRIPTS]
+)
+def test_a_script_trains(tmp_path: Path, script: str) -> None:
+    if script in OF_PLUGINS:
+        pytest.importorskip(OF_PLUGINS[script])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DDPFORGE_DISABLE_PLUGINS": ""}
+    file = ROOT / f"scripts/{script}.py"
+    subprocess.run([sys.executable, file], cwd=tmp_path, env=environment, check=True, timeout=300)
+    (rows, *_) = sorted(tmp_path.rglob("metrics.jsonl"), reverse=True)
+    last = json.loads(rows.read_text().splitlines()[-1])
+    assert last.get("eval/loss", 0) < 0.5
+    assert (SCRIPTS[script] or 0) <= last.get("eval/accuracy", 0)
+
+
+def test_every_script_is_in_the_table_of_its_readme() -> None:
+    table = (ROOT / "scripts/README.md").read_text()
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"rings"}
+    assert {name for name in scripts if f"| [{name}.py]({name}.py) |" in table} == scripts == SCRIPTS.keys()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

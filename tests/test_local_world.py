@@ -28,7 +28,7 @@ def test_local_world_size_is_read_from_the_launcher(monkeypatch: pytest.MonkeyPa
         ("RANK=1", "has set RANK=1, but not LOCAL_RANK, WORLD_SIZE"),
         ("RANK=abc", "RANK must be a number, not 'abc'"),
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=n MASTER_PORT=1", "RANK=2, but WORLD_SIZE=2"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=n MASTER_PORT=70000", "MASTER_PORT=70000 is no port"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=n MASTER_PORT=70000", "MASTER_PORT=70000 is not a port"),
     ],
 )
 def test_an_incomplete_launcher_is_an_error_of_the_environment(environ: str, said: str) -> None:

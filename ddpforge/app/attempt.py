@@ -31,7 +31,7 @@ from ddpforge.ranks.signals import NoData, training_begins
 from ddpforge.ranks.writers import WriterGroup, on_rank_zero
 from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import reject_finished
-from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
+from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status, in_words
 from ddpforge.runs.media import MediaFiles
 from ddpforge.runs.metrics import JSONLTracker
 from ddpforge.runs.observers import Around, RunObserver
@@ -71,9 +71,7 @@ class Outcome:
 
     def sentence(self) -> str:
         """Returns the outcome in one line: folder, state, step and evaluation metrics."""
-        metrics = {name: value for name, value in self.status["metrics"].items() if name.startswith("eval/")}
-        numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
-        return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
+        return f"{self.folder}: {in_words(self.status)}"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ _GROUPS = {
         "lr-range": ("trials:lr_range", "Test a range of learning rates in one short training, and suggest one."),
         "batch-size": ("trials:batch_size", "Find the largest micro-batch that fits into memory."),
         "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
-        "compare-script": ("compare_script", "Train your own script and a recipe, and report where they part."),
+        "compare-script": (
+            "compare_script",
+            "Train your own script and a recipe, and report the first step at which they differ.",
+        ),
     },
     "After training": {
         "eval": ("evaluate", "Evaluate a run's checkpoint."),

@@ -36,7 +36,7 @@ def compare_script(
     torchrun: bool,
     as_json: bool,
 ) -> None:
-    """Train the first steps of SCRIPT and of RECIPE, and report where they part.
+    """Train the first steps of SCRIPT and of RECIPE, and report the first step at which they differ.
 
     The script runs unmodified in one process, with the arguments after `--`. The recipe then trains from the script's
     initial weights with the samples of the script's DataLoader, and keeps nothing. If the script has no DataLoader, the

@@ -110,6 +110,15 @@ def launch(
     if dry_run == 0:
         click.echo(start.shown())
         return
+    if start.finished:
+        from ddpforge.cli.run import what_next
+
+        more = "--fresh trains it from scratch, a longer train.length continues it"
+        click.echo(f"{start.folder.path} is finished; {more}", err=True)
+        click.echo(json.dumps(start.finished) if as_json else start.result())
+        for line in () if as_json else what_next(start.folder, "done"):
+            click.echo(line, err=True)
+        return
     started = start.run()
     if started.unreported:
         complain(started.unreported)

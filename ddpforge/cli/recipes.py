@@ -70,7 +70,7 @@ def upgrade_recipes(files: tuple[Path, ...], check: bool) -> None:
     """Upgrade recipes of version 1, `recipe = 1`, to the names of version 2, in place.
 
     Only renamed words change: comments, order and quotes stay. A recipe that a file extends is a file of its own, to be
-    named here, too. A file that is no recipe, or that has something without counterpart, is reported and left as it is;
+    named here, too. A file that is not a recipe, or with something without counterpart, is reported and left as it is;
     the exit code is then 2.
     """
     from ddpforge.recipe.report import render

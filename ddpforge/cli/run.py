@@ -78,12 +78,12 @@ def run(
         if outcome.is_rank_zero:
             folder = RunFolder(outcome.folder)
             click.echo(json.dumps(folder.status()) if as_json else outcome.sentence())
-            for line in () if as_json else _then(folder, str(outcome.status["state"])):
+            for line in () if as_json else what_next(folder, str(outcome.status["state"])):
                 click.echo(line, err=True)
         leave(outcome.exit_code)
 
 
-def _then(folder: "RunFolder", state: str) -> Iterator[str]:
+def what_next(folder: "RunFolder", state: str) -> Iterator[str]:
     """Yields the best checkpoint of a finished run and the commands to use next, or how to resume a stopped run."""
     from ddpforge.runs.checkpoints import choose, keep_of
 

@@ -107,6 +107,8 @@ def print_runs(
 
     On a terminal, the folder of all runs is printed once, above. `way` is the hint for columns that do not fit.
     """
+    from ddpforge.runs.summary import rank_of_key
+
     now = time.time()
     keys = list(dict.fromkeys(key for each in varying for key in each))
     titles = _titles(keys, taken=("run", "state", "step", "age", *names))
@@ -118,8 +120,9 @@ def print_runs(
         **{titles[key]: [_cell(each, key) for each in varying] for key in keys},
         "age": ages([now - run.changed for run in shown]),
     }
-    widest = sorted(titles.values(), key=lambda title: -max(map(len, columns[title])))
-    order = ["age", "step", *reversed(names[1:]), *(widest if len(widest) > 1 else ()), "state"]
+    widest = sorted(keys, key=lambda key: (-rank_of_key(key), -max(map(len, columns[titles[key]]))))
+    of_keys = [titles[key] for key in widest] if len(widest) > 1 else []
+    order = ["age", "step", *reversed(names[1:]), *of_keys, "state"]
     print_table(list(columns), list(zip(*columns.values(), strict=True)), droppable=order, wide=wide, way=way)
 
 

@@ -57,7 +57,8 @@ def print_table(
             first, *others = [*padded, text]
             click.echo(_GAP.join([first, *map(coloured, others)]).rstrip())
     if dropped:
-        click.echo(f"not shown: {', '.join(dropped)}; {way}", err=True)
+        left_out = f"not shown: {', '.join(dropped)}; {way}"
+        click.echo(textwrap.fill(left_out, width or 120, break_long_words=False, break_on_hyphens=False), err=True)
 
 
 def _too_many(header: Sequence[str], rows: Sequence[Sequence[str]], droppable: Sequence[str], width: int) -> list[str]:

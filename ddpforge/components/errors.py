@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.local_code import PREFIX
+from ddpforge.components.local_code import is_local
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.secret_redaction import redact
 
@@ -270,7 +270,7 @@ def where_raised(error: BaseException) -> list[str]:
     lines = [
         f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
         for frame, line, _ in _frames(error)
-        if frame.f_globals.get("__name__", "").startswith(PREFIX)
+        if is_local(frame.f_globals.get("__name__", ""))
     ]
     return lines[-1:]
 
@@ -290,7 +290,7 @@ def _outside(error: BaseException) -> TracebackType | None:
 
 def _is_ours(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("ddpforge", "contextlib") and not module.startswith(PREFIX)
+    return module.partition(".")[0] in ("ddpforge", "contextlib") and not is_local(module)
 
 
 def _trace(error: BaseException) -> str:
@@ -318,6 +318,6 @@ def innermost(cause: BaseException, package: str) -> str | None:
     lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(cause.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        if (name := frame.f_globals.get("__name__", "")).partition(".")[0] == package or is_local(name)
     ]
     return lines[-1] if lines else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -11,6 +10,7 @@ from typing import Any
 
 from ddpforge.components.errors import innermost
 from ddpforge.components.installed import normalised
+from ddpforge.components.local_code import installed_path
 from ddpforge.errors import PluginError, SetupError
 from ddpforge.secret_redaction import redact
 
@@ -66,7 +66,7 @@ def found(group: str) -> tuple[Hook, ...]:
 
     Raises SetupError if ddpforge's own are not installed: without them a run would have no checks and no watchdog.
     """
-    points = _found(f"ddpforge.{group}", tuple(sys.path), os.environ.get(_DISABLED, ""))
+    points = _found(f"ddpforge.{group}", installed_path(), os.environ.get(_DISABLED, ""))
     if group in _WITH_OWN and not any(point.is_own for point in points):
         raise SetupError(
             f"this installation of ddpforge has no entry points in the group ddpforge.{group}",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from ddpforge.components.errors import (
 )
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.local_code import import_file, module_name
+from ddpforge.components.local_code import import_file, installed_path, is_beside_a_recipe, module_name
 from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install, says_memory_is_full
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
@@ -99,7 +101,7 @@ class Registry:
     @classmethod
     def installed(cls) -> Registry:
         """Returns the components of all installed distributions, except for those in DDPFORGE_DISABLE_PLUGINS."""
-        return _installed(tuple(sys.path), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
+        return _installed(installed_path(), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Returns all entries, or those of one kind, sorted; a name with several providers has several entries."""
@@ -157,7 +159,10 @@ class Registry:
 
         file = _local_file(location, base, broken) if _is_file(location) else None
         with _importing(location, file, None if entry else base, broken):
-            module = import_file(file) if file else importlib.import_module(location)
+            if not file and is_beside_a_recipe(location):
+                raise ModuleNotFoundError(f"No module named {location!r}", name=location.partition(".")[0])
+            with _without_warnings() if entry else nullcontext():  # those of the user's own code are shown
+                module = import_file(file, base.resolve()) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
                 component = getattr(component, name, _ABSENT)
@@ -326,6 +331,19 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 
 # ---------------------------------------------------------------------------------------------- importing
 @contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppresses what libraries warn of, in logs or otherwise, while they are imported: no user can act on it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
 def _importing(
     location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
 ) -> Iterator[None]:
@@ -356,8 +374,6 @@ def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path 
     path = location.replace(".", "/") + ".py"
     if base and missing == location.partition(".")[0] and (base / path).is_file():
         return [f'name a file next to the recipe by its path: use = "./{path}:…"']
-    if file and (file.parent / f"{missing}.py").exists():
-        return [f"a file next to a recipe needs relative imports: `from .{missing} import …`"]
     if extra := _EXTRAS.get(missing):
         return [pip_install(extra)]
     return [f"install the package that provides the module `{missing}`"]
@@ -390,7 +406,7 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
 
 # ---------------------------------------------------------------------------------------------- building
 class WrongKind(PluginError):
-    """Error of a recipe: it names a component of another kind, or an object that is no component."""
+    """Error of a recipe: it names a component of another kind, or an object that is not a component."""
 
     exit_code = ExitCode.USAGE
 

@@ -211,7 +211,7 @@ def join_sources(sources: Mapping[str, Any]) -> Sources | ShardedSources:
 
 
 def check_source(name: str, data: Any) -> None:
-    """Raises UsageError for a stream without known parts, PluginError for an object that is no dataset or is empty."""
+    """Raises UsageError for a stream without known parts, PluginError for other or empty objects."""
     if is_stream(data) and not isinstance(data, ShardedDataset):
         raise UsageError(
             f"[data.train.{name}] is one of several sources, but {type(data).__name__} is an iterable dataset without "

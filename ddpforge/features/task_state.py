@@ -28,6 +28,7 @@ log = logging.getLogger("ddpforge")
 NAME = "task"  # name of a task's state in checkpoints, which store it like a callback's
 _FRAMEWORKS = {
     "batch_samples",
+    "step_of_run",
     "log_media",
     "rng",
     "reports",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpforge.components.local_code import PREFIX
+from ddpforge.components.local_code import is_local
 from ddpforge.data import MicroBatch, RankShare, to_device
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
@@ -108,7 +108,7 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
     """
     home = type(stage.task).loss.__module__ if stage.trains else ""
     builtin = home.startswith(_BUILTIN)
-    calls_model = _may_call_model(stage) and (builtin or home.startswith(PREFIX))
+    calls_model = _may_call_model(stage) and (builtin or is_local(home))
     if not (builtin or calls_model) or _has_loaders(stage):
         return False
     whole = None
@@ -180,7 +180,7 @@ def _may_call_model(built: Built) -> bool:
     models = [built.model, *(beside.module for beside in built.auxiliary.values())]
     if sum(count_parameters(model).all for model in models) > SMALL:
         return False
-    local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
+    local = any(is_local(type(module).__module__) for model in models for module in model.modules())
     return not local and not any(parameter.is_meta for parameter in built.model.parameters())
 
 

@@ -83,9 +83,9 @@ def check_sum_reduction(
     if not _same(2 * whole, first + second):
         if declared:
             log.warning(
-                "the loss of a batch is %.6g, but those of its halves are %.6g and %.6g: it is no sum over the samples "
-                "(class weights? samples that are compared?), so that the curve depends on train.micro_batch and the "
-                "number of ranks; `class_weights` of task classification does not",
+                "the loss of a batch is %.6g, but those of its halves are %.6g and %.6g: it is not a sum over the "
+                "samples (class weights? samples that are compared?), so that the curve depends on train.micro_batch "
+                "and the number of ranks; `class_weights` of task classification does not",
                 *(whole, first, second),
             )
         return

@@ -215,7 +215,7 @@ class CPU(DeviceKind):
         return True
 
     def is_active(self) -> bool:
-        """False: the host is no accelerator."""
+        """False: the host is not an accelerator."""
         return False
 
     def count(self) -> int:

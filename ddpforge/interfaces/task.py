@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Task"]
 
 
+class _Step:
+    """Step of the run, as an attribute of a task. A task's own attribute of this name has precedence: no `__set__`."""
+
+    def __get__(self, task: Task | None, owner: type[Task]) -> int:
+        return 0 if task is None else vars(task).get("step_of_run", 0)
+
+
 class Task(ABC):
     """Base class of tasks: the loss of a batch, and the metrics to report.
 
@@ -91,6 +98,14 @@ class Task(ABC):
     batch_samples: int | None = None
     """Number of samples in the batch that `loss` receives, for a loss that is their mean; None if it is not known.
     ddpforge sets it."""
+
+    step: int = _Step()  # type: ignore[assignment]
+    """Number of the current step, from 1, for a loss that changes over time: `beta = min(1, self.step / 1000)`; in an
+    evaluation, the step of the weights; 0 before the first step. A resume continues it. A task may have an attribute
+    `step` of its own in its place."""
+
+    step_of_run: int = 0
+    """Value of `step`; ddpforge sets it."""
 
     callback: Callback | None = None
     """Callback of the task itself, e.g. to do something at the end of an epoch. Set it in the constructor. It has no

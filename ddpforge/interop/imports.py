@@ -58,7 +58,7 @@ def import_checkpoint(
         step: steps trained so far; by default the number in the source, or 0.
         samples: samples trained so far; by default the number in the source, or 0.
 
-    Raises UsageError before anything is written if the source is no checkpoint, is not trusted or contradicts itself.
+    Raises UsageError before anything is written if the source is not a checkpoint, not trusted or contradicts itself.
     """
     folder, run = _target(out)
     rules = [_rule(text) for text in maps]

@@ -21,7 +21,7 @@ from ddpforge.launchers.store import store_at
 from ddpforge.launchers.torchrun import names_rendezvous, torchrun_command, variables_for
 from ddpforge.ranks.run_limits import STARTED, seconds_of
 from ddpforge.recipe.run_plan import StepWindow
-from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.folder import RunFolder, Status, in_words, snapshot
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
@@ -61,11 +61,14 @@ class LocalLaunch:
     nodes: Nodes
     patience: float
     keeps: bool = True  # False if ranks write nothing (a dry run)
+    finished: Status | None = None  # status of the run if it has finished, so that its ranks had nothing to train
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables about the other machines
 
     def run(self) -> LaunchResult:
-        """Starts the ranks and waits for their end."""
+        """Starts the ranks and waits for their end; starts none if the run has finished."""
         folder = self.folder
+        if self.finished:
+            return LaunchResult(LaunchExit(0, ranks=frozenset(range(self.nproc)), reported=True), folder, None)
         if self.nodes.endpoint and self.nodes.is_first:
             reject_held_ports(self.nodes.endpoint)
         if not self.nodes.endpoint:
@@ -84,6 +87,11 @@ class LocalLaunch:
         if folder.status_version() != before:
             ended, failure = _as_written(ended, folder), folder.read_failure()
         return LaunchResult(ended, folder, _unreported(ended, folder, failure))
+
+    def result(self) -> str:
+        """Returns the result of a run that has finished, as the run printed it."""
+        assert self.finished is not None
+        return f"{self.folder.path}: {in_words(self.finished)}"
 
     def shown(self) -> str:
         """Returns the command with its environment variables, as a line for a shell."""
@@ -112,7 +120,7 @@ def prepare_launch(
     seconds_of(max_time)  # raises UsageError
     if profile:
         StepWindow.parse(profile)
-    folder, nproc = _checked(recipe, ranks, sets, out)
+    loaded, folder, nproc = _checked(recipe, ranks, sets, out)
     flags = list(ranks.flags)
     if not names_rendezvous(flags):
         flags = [*ranks.nodes.flags(ranks.run_id or default_id(folder.path.name)), *flags]
@@ -134,16 +142,27 @@ def prepare_launch(
     arguments += ["--json"] if as_json else []
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
-    # When ranks are restarted, the launcher waits for a new rendezvous, which is no failure.
+    # When ranks are restarted, the launcher waits for a new rendezvous, which is not a failure.
     patience = process.PATIENCE + (_MEETING if restarts else 0.0)
     variables = nodes.variables()
     if number := fixed_number(ranks.flags):
         variables[NODES] = str(number)
-    return LocalLaunch(folder, command, nproc, nodes, patience, keeps=not dry_run, variables=variables)
+    # The ranks of a run with a mirror complete its copies; other machines, named by flags too, start their own ranks.
+    starts = fresh or dry_run or loaded.recipe.checkpoint.mirror or nodes.endpoint or nodes.most > 1 or ranks.flags
+    finished = None
+    if not starts and folder.exists():
+        from ddpforge.runs.resume import finished_before  # here, because a new run needs none of it
+
+        finished = finished_before(folder, snapshot(loaded))
+    return LocalLaunch(
+        folder, command, nproc, nodes, patience, keeps=not dry_run, finished=finished, variables=variables
+    )
 
 
-def _checked(recipe: str, ranks: LaunchSpec, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
-    """Returns the run's folder and the number of ranks on this machine. Raises RecipeError if they do not fit."""
+def _checked(
+    recipe: str, ranks: LaunchSpec, sets: Sequence[str], out: str | None
+) -> tuple[LoadedRecipe, RunFolder, int]:
+    """Returns the recipe, the run's folder and the number of ranks here. Raises RecipeError if they do not fit."""
     from ddpforge.recipe import load_recipe
 
     registry = Registry.installed()
@@ -154,7 +173,7 @@ def _checked(recipe: str, ranks: LaunchSpec, sets: Sequence[str], out: str | Non
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
         for world in ranks.nodes.worlds(nproc):
             check_world(loaded, world)
-    return RunFolder.of(loaded.recipe, out), nproc
+    return loaded, RunFolder.of(loaded.recipe, out), nproc
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:

@@ -240,7 +240,7 @@ class Explainer:
         return f"in [{dotted(table)}]" + (f", which uses {shown(use)}" if use else "")
 
     def _use(self, table: KeyPath) -> Value:
-        """Returns the `use` of the component with this table; None if it is no component's."""
+        """Returns the `use` of the component with this table; None if it is not a component's."""
         return used_name(table, inside(self.layers.tables, table)) if table and self._kind_at(table) else None
 
     def _kind_at(self, path: KeyPath) -> str | None:

@@ -51,11 +51,15 @@ class LoadedRecipe:
 
         return tomlkit.dumps(map_strings(self.tables, written))
 
-    def local_files(self) -> list[Path]:
-        """Returns the absolute paths of code files in the recipe's folder that it names as `./file.py:Name`."""
+    def local_files(self) -> dict[Path, Path]:
+        """Returns the absolute paths of code files that the recipe names as `./file.py:Name`, sorted.
+
+        The value is the folder of the recipe that names the file.
+        """
         components = self.recipe.components()
-        found = [_local_file(text, _owner(path, components)) for path, text in strings(self.tables)]
-        return sorted({file for file in found if file})
+        owners = ((text, _owner(path, components)) for path, text in strings(self.tables))
+        found = {file: owner.base.resolve() for text, owner in owners if owner and (file := _local_file(text, owner))}
+        return dict(sorted(found.items()))
 
     def problem(self, key: KeyPath, message: str, *hints: str, trace: str = "") -> Diagnostic:
         """Returns a problem with the value of `key`, at its place: for checks that only a run can make."""

@@ -24,7 +24,7 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
 _LONGEST_WAIT = 720 * 3600.0  # seconds
-_BYTES = "\0"  # prefix of the encoding of a path whose bytes are no text; no real path contains it
+_BYTES = "\0"  # prefix of the encoding of a path whose bytes are not text; no real path contains it
 _LONGEST_NAME = 200  # bytes; file systems allow 255, and names of temporary files are longer
 
 
@@ -130,7 +130,7 @@ class Section(BaseModel):
 
 
 def written(path: Path) -> str:
-    """Encodes a path as a string for JSON, also if its bytes are no valid text."""
+    """Encodes a path as a string for JSON, also if its bytes are not valid text."""
     # Under LC_ALL=C, this is the case for every path that is not ASCII.
     text = str(path)
     return text if text.isascii() or _is_unicode(text) else f"{_BYTES}{os.fsencode(text).hex()}"
@@ -236,7 +236,7 @@ def _from_steps(value: float | dict[str, float]) -> float | dict[str, float]:
         return value
     starts = [Duration.parse(key) for key in value]
     if wrong := [start for start in starts if start.unit not in ("st", "ep")]:
-        raise ValueError(f'"{wrong[0]}" is no number of steps or epochs, e.g. 1000st')
+        raise ValueError(f'"{wrong[0]}" is not a number of steps or epochs, e.g. 1000st')
     if not any(start.value == 0 for start in starts):
         raise ValueError("must have a weight from the start, 0st")
     if not any(value.values()):

@@ -86,7 +86,7 @@ def upgraded_or_same(source: Source) -> str:
 def upgrade_file(path: Path, *, check: bool = False) -> Upgraded:
     """Upgrades a file in place, in one instant; with `check` nothing is written.
 
-    Raises RecipeError for a file that cannot be read, is no recipe, or has something without counterpart in version 2.
+    Raises RecipeError for a file that cannot be read, is not a recipe, or has no counterpart in version 2.
     """
     label = str(path)
     if not path.is_file():
@@ -141,7 +141,8 @@ def _refuse_others(source: Source, tables: Table) -> None:
         raise RecipeError([Diagnostic(message, "recipe", source.place(("recipe",)))])
     if "recipe" not in tables and (not tables or not tables.keys() <= _SECTIONS):
         hint = "a recipe begins with the line `recipe = 1`; a file that one extends has no other sections than a recipe"
-        raise RecipeError([Diagnostic(f"`{source.label}` is no recipe", place=SourceSpan(source.label), hints=(hint,))])
+        place = SourceSpan(source.label)
+        raise RecipeError([Diagnostic(f"`{source.label}` is not a recipe", place=place, hints=(hint,))])
 
 
 class _Upgrade:

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +18,9 @@ from ddpforge.secret_redaction import redact, redacted
 _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
     "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_(?!STARTED|STORE|VERDICT).*"  # valid for this launch only
+)
+_LAUNCHER = re.compile(
+    "RANK|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|TORCH_?ELASTIC_.*|TORCH_DISABLE_SHARE.*|TORCHINDUCTOR_.*"
 )
 _PACKAGES = ("ddpforge", "torch", "accelerate", "deepspeed", "numpy", "safetensors")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT")
@@ -41,6 +45,13 @@ def describe_environment() -> dict[str, Any]:
             if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
         },
     }
+
+
+def without_launcher(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of an `env.json` without variables in which a launcher numbers or places its processes."""
+    variables: Mapping[str, str] = facts.get("environment") or {}
+    kept = {name: value for name, value in variables.items() if not _LAUNCHER.fullmatch(name)}
+    return {**facts, "environment": kept}
 
 
 def world_size() -> int:

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,7 +44,7 @@ from ddpforge import disk
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.machine import is_locked
-from ddpforge.runs.environment import describe_environment
+from ddpforge.runs.environment import describe_environment, without_launcher
 from ddpforge.runs.metrics import renamed_metric
 
 if TYPE_CHECKING:
@@ -102,6 +102,13 @@ class RecipeSnapshot(TypedDict):
     local_files: dict[str, bytes]
 
 
+def in_words(status: "Status") -> str:
+    """Returns a status in one line: state, step and evaluation metrics."""
+    metrics = {name: value for name, value in status["metrics"].items() if name.startswith("eval/")}
+    numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
+    return f"{status['state']} at step {status['step']}{numbers}"
+
+
 def snapshot(loaded: "LoadedRecipe", sources: Mapping[str, bytes] = {}) -> RecipeSnapshot:
     """Reads a recipe and its local code now: the recipe may be in a folder that is about to be renamed.
 
@@ -121,7 +128,7 @@ def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items()}
 
 
-def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
+def _copies(files: Mapping[Path, Path]) -> tuple[dict[Path, str], dict[str, Path]]:
     """Returns the name of the copy of each file, and the source of each copy, imported neighbours included.
 
     A copy and the copies of its neighbours are in the same folder, as the originals are.
@@ -129,10 +136,10 @@ def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
     # A new file never renames the copies of others: the resolved recipe contains these names, and would change.
     named: dict[Path, str] = {}
     copies: dict[str, Path] = {}
-    for file in files:
-        together = [file, *neighbours(file)]
+    for file, base in files.items():
+        together = {file.name: file, **neighbours(file, base)}
         for folder in chain(["code"], (f"code/{number}" for number in count(1))):
-            mine = {f"{folder}/{each.relative_to(file.parent).as_posix()}": each for each in together}
+            mine = {f"{folder}/{place}": each for place, each in together.items()}
             if all(copies.get(name, each) == each for name, each in mine.items()):
                 break
         copies |= mine
@@ -438,7 +445,7 @@ class RunFolder:
         return _read(path, Status) if os.path.lexists(path) else None
 
     def code(self, path: Path) -> bytes:
-        """Returns the contents of a copy of local code; raises SetupError if it is no plain file."""
+        """Returns the contents of a copy of local code; raises SetupError if it is not a plain file."""
         with _reading(path):
             return disk.read_plain(path, _MOST_CODE, within=self.path)
 
@@ -458,10 +465,14 @@ class RunFolder:
                 hints=["remove it: a run's folder has only files and folders; only `checkpoints` may be a link"],
             )
 
-    def surroundings(self) -> dict[str, Any]:
-        """Returns `env.json`: command, packages, commit and variables of the last attempt; empty before the first."""
+    def surroundings(self, *, launcher: bool = True) -> dict[str, Any]:
+        """Returns `env.json`: command, packages, commit and variables of the last attempt; empty before the first.
+
+        With `launcher=False`, without variables in which a launcher numbers or places its processes.
+        """
         path = self.path / "env.json"
-        return dict(_read(path, _Environment)) if os.path.lexists(path) else {}
+        found = dict(_read(path, _Environment)) if os.path.lexists(path) else {}
+        return found if launcher else without_launcher(found)
 
     def status_version(self) -> int | None:
         """Returns a number that changes with each write of the status; None if there is no status."""

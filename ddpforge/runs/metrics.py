@@ -23,7 +23,7 @@ SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # a file that another program put in its place
 
 _TAIL = 1 << 16  # bytes that are read for the newest rows
-_FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # raised for a line that is no row
+_FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # raised for a line that is not a row
 _MOST = 4 << 30  # bytes of a file
 _LONGEST = 4 << 20  # bytes of a row
 _BLOCK = 1 << 20  # bytes that are read at a time

@@ -82,7 +82,7 @@ class RunObserver:
 
 
 def observers_of(run: ObservedRun) -> Sequence[RunObserver]:
-    """Returns the observers of a run. Raises PluginError for an entry point that is no observer."""
+    """Returns the observers of a run. Raises PluginError for an entry point that is not an observer."""
     found: list[RunObserver] = []
     for hook in installed("observer"):
         loaded = hook.load()

@@ -18,7 +18,7 @@ from ddpforge.ranks.failures import Failures
 from ddpforge.runs.changes import Change, recipe_changes, reject_finished, reject_fixed, reject_unknown
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, Status
 
-__all__ = ["OpenedRun", "is_finished", "open_folder", "warn_restart"]
+__all__ = ["OpenedRun", "finished_before", "is_finished", "open_folder", "warn_restart"]
 
 log = logging.getLogger("ddpforge")
 
@@ -81,6 +81,14 @@ def is_finished(folder: RunFolder, snapshot: RecipeSnapshot) -> bool:
         return False
     changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
     return _is_finished(folder, folder.status(), changes, _edited(folder, snapshot))
+
+
+def finished_before(folder: RunFolder, snapshot: RecipeSnapshot) -> Status | None:
+    """Returns the status of a run that has finished with this recipe and code; None for any other run."""
+    status = folder.status() if folder.exists() else None
+    if not status or status["state"] != "done" or _edited(folder, snapshot):
+        return None
+    return None if recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"])) else status
 
 
 def _is_finished(folder: RunFolder, status: Status | None, changes: Sequence[Change], edited: Sequence[str]) -> bool:

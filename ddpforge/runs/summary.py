@@ -30,6 +30,7 @@ __all__ = [
     "leading",
     "named_runs",
     "notable",
+    "rank_of_key",
     "sorted_by",
     "summarize",
     "thinned",
@@ -265,8 +266,19 @@ def _kind(run: RunSummary) -> tuple[str, str]:
 def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     from ddpforge.recipe.schema import Resume, resume_policy
 
+    return [key for key in _different(recipes) if resume_policy(key) is not Resume.NOT_TRAINING]
+
+
+def _different(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys with different values: components first, then learning rates and seeds."""
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    return [key for key in keys if _differs(key, recipes) and resume_policy(key) is not Resume.NOT_TRAINING]
+    return sorted((key for key in keys if _differs(key, recipes)), key=rank_of_key)
+
+
+def rank_of_key(key: str) -> int:
+    """Returns the place of a recipe's key in tables: `use`, learning rates, seeds, then all others."""
+    last = key.rpartition(".")[2]
+    return ("use", "lr", "seed").index(last) if last in ("use", "lr", "seed") else 3
 
 
 def _differs(key: str, recipes: Sequence[Mapping[str, Any]]) -> bool:
@@ -295,6 +307,8 @@ P = TypeVar("P", bound=tuple[float, float])
 class Comparison:
     """Differences between runs: for each key the value in every run, None if a run lacks it.
 
+    `recipe` has the options of a component only if runs with this component differ in them; `environment` has no
+    variables in which a launcher numbers its processes, except for WORLD_SIZE.
     `metrics` has the last value of every metric. An evaluation metric with a known direction (lower or higher is
     better) also has its best value, as "eval/loss (best)".
     """
@@ -313,11 +327,11 @@ class Comparison:
 def compare(folders: Sequence[RunFolder], rows: Sequence[Sequence[Row]] | None = None) -> Comparison:
     """Compares runs with one another; `rows` has their metrics, if the caller has read them already."""
     recipes = [flattened(folder.tables()) for folder in folders]
-    around = [flattened(folder.surroundings()) for folder in folders]
+    around = [flattened(folder.surroundings(launcher=False)) for folder in folders]
     measured = [_summary(mine) for mine in (rows if rows is not None else map(_rows, folders))]
     return Comparison(
         runs=[str(folder.path) for folder in folders],
-        recipe=_unlike([{key: value for key, value in one.items() if key not in _PLACE} for one in recipes]),
+        recipe={key: [one.get(key) for one in recipes] for key in _different(recipes) if key not in _PLACE},
         code=_unlike([_code(folder) for folder in folders]),
         environment=_unlike([{key: value for key, value in one.items() if key not in _MOMENT} for one in around]),
         metrics={name: [one.get(name) for one in measured] for name in _keys(measured)},

@@ -157,7 +157,7 @@ class _Writes(TorchFunctionMode):
                 if parameter is args[0] and (self._chosen is None or name in self._chosen) and not _is_mover():
                     self.reject(name)
         for tensor in _written(func, args, kwargs):
-            # Empty tensors are no parameters, except outside of forward, when ZeRO has not gathered its parameters.
+            # Empty tensors are not parameters, except outside of forward, when ZeRO has not gathered its parameters.
             owner = self._found().owner(tensor) if tensor.numel() or self._stays else None
             if owner is not None and not _is_mover():
                 self.reject(owner)

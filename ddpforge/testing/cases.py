@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.local_code import PREFIX
+from ddpforge.components.local_code import is_local
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.recipe.schema import VERSION, Component
@@ -294,7 +294,7 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
         module = next(
             found
             for found in list(sys.modules.values())
-            if getattr(found, "__file__", None) == str(path.resolve()) and found.__name__.startswith(PREFIX)
+            if getattr(found, "__file__", None) == str(path.resolve()) and is_local(found.__name__)
         )
         names = [
             name for name, value in vars(module).items()

@@ -160,8 +160,9 @@ def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
         source = next((base / name for base in (case.base, case.folder) if (base / name).is_file()), None)
         if source is None:
             continue
-        for file in (source, *neighbours(source)):
-            target = (folder / name).parent / file.relative_to(source.parent)
+        base = source.parents[len(Path(name).parts) - 1]
+        for place, file in {source.name: source, **neighbours(source, base)}.items():
+            target = (folder / name).parent / place
             target.parent.mkdir(parents=True, exist_ok=True)
             copy(file, target)
     path = folder / "case.toml"

@@ -1,7 +1,7 @@
 """Ranks for tests that start fast: a process that has imported all modules once forks them.
 
-Each rank is `python -m ddpforge …` on the CPU, with the environment variables of torchrun. This is no real launcher: a
-test suite should start at least one run with a real one.
+Each rank is `python -m ddpforge …` on the CPU, with the environment variables of torchrun. This is not a real launcher:
+a test suite should start at least one run with a real one.
 """
 
 import math

@@ -274,7 +274,7 @@ def _evaluator(
 def compile_losses(task: Task, train: TrainSection) -> None:
     """Compiles the methods named in `task.compiles`, if the recipe compiles the model.
 
-    Raises PluginError for a name that is no method.
+    Raises PluginError for a name that is not a method.
     """
     for name in task.compiles if train.compile != "off" else ():
         method = getattr(task, name, None)

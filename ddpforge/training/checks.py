@@ -64,7 +64,7 @@ FirstStepCheck = Callable[["Replica", "Task", "nn.Module", "MicroBatch"], None]
 def checks_of(stage: str) -> Iterator[tuple[Hook, str, Callable[..., Any]]]:
     """Yields the checks of a stage, ddpforge's own first: the entry point, the key of the recipe, the function.
 
-    Raises PluginError for an entry point that cannot be loaded, or is no list of pairs for a stage.
+    Raises PluginError for an entry point that cannot be loaded, or is not a list of pairs for a stage.
     """
     for hook in installed("check"):
         if hook.name not in STAGES:

@@ -86,6 +86,7 @@ class Evaluator:
         found: dict[str, float] = {}
         failure: Exception | None = None
         self._looks.restart()
+        self._task.step_of_run = step
         with self.evaluating():
             try:
                 for name, batches in self.sets.items():

@@ -34,7 +34,7 @@ _MOST = 8  # loader processes of a rank, at most
 
 
 def check_data(data: Any) -> Reader | None:
-    """Returns the reader of `data`, None for a map-style dataset; raises PluginError if it is no dataset, or empty."""
+    """Returns the reader of `data`, None for a map-style dataset; raises PluginError for other or empty data."""
     reader: Reader | None = only_one(feature_classes(), "reader", data)
     if not reader and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise PluginError(
@@ -66,7 +66,7 @@ def open_data(
     `limit` divides the samples of each step, not for streams.
 
     Raises:
-        PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
+        PluginError: `data` is not a dataset (see `check_data`), or has fewer samples than one global batch
         SetupError: this machine lacks resources for loader processes
     """
     reader = check_data(data)

@@ -150,7 +150,7 @@ class Stepper:
                     scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
                     last=micro.last,
                     needs_outputs=measure and micro.samples > 0,
-                    # Padding samples are no data: statistics must not count them.
+                    # Padding samples are not data: statistics must not count them.
                     context=nullcontext if micro.samples else partial(unchanged, self._stateful),
                     totals=[total for one in self._pass_totals if (total := one(micro))] if measure else (),
                 )

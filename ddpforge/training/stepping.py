@@ -89,7 +89,7 @@ class Stepping:
 
         Of a step that a rollback excluded, it only reads the samples.
         """
-        step = self._shows.step = self._calls.step = progress.step + 1
+        step = self._shows.step = self._calls.step = self._run.parts.task.step_of_run = progress.step + 1
         heartbeat.enter_step(step)
         self._rates.set(step - 1, self._calls.lr_factor() if self._calls.sets_rates else 1.0)
 

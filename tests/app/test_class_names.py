@@ -166,7 +166,7 @@ def test_sources_with_different_classes_have_common_numbers(here: Path) -> None:
     assert built.data["train"].classes == 4
 
 
-def test_names_of_classes_are_no_column_of_a_mixture_or_a_part_with_as_many_samples(here: Path) -> None:
+def test_names_of_classes_are_not_columns_of_a_mixture_or_a_part_with_as_many_samples(here: Path) -> None:
     (here / "three.csv").write_text("x,y,label\n1,1,a\n2,2,b\n3,3,c\n")
     data = CSVTable(path=here / "three.csv", target="label")
     part = Part(of=data, share="67%")

@@ -1,84 +1,80 @@
-"""A notebook: twelve cells train objects of the notebook, watch, resume, compare, load, evaluate and predict."""
+"""The notebook examples/notebook.ipynb: its cells run, and give the results that it shows."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
-CELLS = [
-    "import ddpforge, torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset",
-    "torch.manual_seed(0)\nx = torch.randn(96, 8)\ndata = TensorDataset(x, x[:, :3].argmax(1))",
-    """class Net(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.width = width
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
-
-    def forward(self, inputs):
-        return self.layers(inputs)""",
-    """recipe = {"name": "cell", "train": {"length": "2ep", "global_batch": 16},
-          "task": {"use": "classification", "metrics": ["accuracy"]}, "optimizer": {"use": "adamw", "lr": 0.01}}
-model = Net()
-outcome = ddpforge.train(recipe, model=model, train_data=data, eval_data=data)""",
-    "outcome",
-    "[row['step'] for row in ddpforge.load('cell').metrics() if 'eval/loss' in row]",
-    "ddpforge.train(recipe | {'train.length': '4ep'}, model=Net(), train_data=data, eval_data=data)",
-    "ddpforge.train(recipe | {'name': 'wide', 'train.length': '4ep'}, model=Net(64), train_data=data, eval_data=data)",
-    "{name: ddpforge.load(name).metrics()[-1]['eval/accuracy'] > 0.3 for name in ('cell', 'wide')}",
-    "trained = ddpforge.load('cell', model=Net()).model()\ntrained(x).argmax(1).shape",
-    "ddpforge.evaluate('cell', model=Net(), eval_data=data).step",
-    "ddpforge.predict('cell', 'found.jsonl', model=Net(), eval_data=data).samples",
-]
-RESULTS = {
-    4: r"Outcome\(runs/cell: done at step 12, eval/loss [\d.]+, eval/accuracy [\d.]+\)",
-    5: r"\[6, 12\]",
-    6: r"Outcome\(runs/cell: done at step 24, .*\)",
-    7: r"Outcome\(runs/wide: done at step 24, .*\)",
-    8: r"\{'cell': True, 'wide': True\}",
-    9: r"torch.Size\(\[96\]\)",
-    10: "24",
-    11: "96",
+ROOT = Path(__file__).parents[2]
+RESULTS = {  # the text of the last result of a cell that begins with these words
+    "torch.manual_seed(0)\noutcome =": r"Outcome\(runs/notebook: done at step 92, eval/loss .+, eval/accuracy .+\)",
+    "longer = recipe": r"Outcome\(runs/notebook: done at step 184, .*\)",
+    "torch.manual_seed(0)\nddpforge.train(longer": r"Outcome\(runs/wide: done at step 184, .*\)",
+    "wide = ddpforge.load": r"0\.9\d+",
+    "ddpforge.predict": "360",
 }
+PICTURES = {  # cells with a picture, and how many
+    "torch.manual_seed(0)\noutcome =": 1,
+    "longer = recipe": 1,
+    "figure, axes": 1,
+    "images, labels": 1,
+}
+
+Outputs = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """Returns the messages that each cell of the notebook has sent."""
-    folder: Path = tmp_path_factory.mktemp("notebook")
-    manager, client = start_new_kernel(cwd=str(folder))
-    found: list[list[dict[str, Any]]] = []
-    try:
-        for cell in CELLS:
-            found.append([])
-            reply = client.execute_interactive(cell, output_hook=found[-1].append, timeout=300)
-            assert reply["content"]["status"] == "ok", reply["content"]
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    return found
+def maker() -> Any:
+    spec = importlib.util.spec_from_file_location("notebook_of_docs", ROOT / "docs/notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_twelve_cells_give_their_results(messages: list[list[dict[str, Any]]]) -> None:
-    results = {
-        number: message["content"]["data"]["text/plain"]
-        for number, sent in enumerate(messages)
-        for message in sent
-        if message["msg_type"] == "execute_result"
+@pytest.fixture(scope="module")
+def ran(maker: Any, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Returns the outputs of each cell of code, run now."""
+    found = maker.run(maker.CELLS, tmp_path_factory.mktemp("notebook"))
+    return {maker.source(cell): outputs for cell, outputs in zip(maker.CELLS, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def kept() -> Outputs:
+    """Returns the outputs that the file keeps."""
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    return {"".join(cell["source"]): cell["outputs"] for cell in cells if cell["cell_type"] == "code"}
+
+
+def test_the_file_has_the_cells_of_the_command_that_writes_it(maker: Any) -> None:
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    assert ["".join(cell["source"]) for cell in cells] == [maker.source(cell) for cell in maker.CELLS]
+
+
+@pytest.mark.parametrize("which", ["ran", "kept"])
+def test_the_cells_give_their_results_and_pictures(which: str, request: pytest.FixtureRequest) -> None:
+    outputs: Outputs = request.getfixturevalue(which)
+    for begin, pattern in RESULTS.items():
+        (mine,) = (shown for code, shown in outputs.items() if code.startswith(begin))
+        results = [one["data"]["text/plain"] for one in mine if one["output_type"] == "execute_result"]
+        assert re.fullmatch(pattern, results[-1]), (begin, results)
+    pictures = {
+        code: sum("image/png" in one.get("data", {}) for one in shown) for code, shown in outputs.items() if shown
     }
-    assert results.keys() == RESULTS.keys()
-    for number, pattern in RESULTS.items():
-        assert re.fullmatch(pattern, results[number]), results[number]
+    assert {code: number for code, number in pictures.items() if number} == {
+        code: number for code in outputs for begin, number in PICTURES.items() if code.startswith(begin)
+    }
 
 
-def test_progress_is_one_line_that_is_updated(messages: list[list[dict[str, Any]]]) -> None:
-    sent = messages[3]
-    displays = [message["content"] for message in sent if message["msg_type"] == "display_data"]
-    updates = [message["content"] for message in sent if message["msg_type"] == "update_display_data"]
-    assert len(displays) == 1
-    assert {update["transient"]["display_id"] for update in updates} == {displays[0]["transient"]["display_id"]}
-    assert re.search(r"step 12/12 \(100%\) loss", updates[-1]["data"]["text/plain"])
-    printed = "".join(message["content"]["text"] for message in sent if message["msg_type"] == "stream")
-    assert printed.count("eval step") == 2
-    assert "step 12/12" not in printed
+def test_progress_is_one_line_that_is_updated(ran: Outputs) -> None:
+    (shown,) = (outputs for code, outputs in ran.items() if code.startswith("torch.manual_seed(0)\noutcome ="))
+    lines = [one for one in shown if one["output_type"] == "display_data" and "image/png" not in one["data"]]
+    assert len(lines) == 1
+    assert re.search(r"step 92/92 \(100%\) loss", lines[0]["data"]["text/plain"])
+    printed = "".join(one["text"] for one in shown if one["output_type"] == "stream")
+    assert printed.count("eval step") == 4
+    assert "step 92/92" not in printed

@@ -87,7 +87,7 @@ def test_formats_of_ddpforge_come_first_and_import_no_plugin(site: Path) -> None
     assert load_file("w.safetensors")["a"].tolist() == [0.0]
 
 
-def test_a_class_that_is_no_format_is_refused_with_its_plugin(site: Path) -> None:
+def test_a_class_that_is_not_a_format_is_refused_with_its_plugin(site: Path) -> None:
     install(
         site / "site",
         "other",

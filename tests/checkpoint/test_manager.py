@@ -531,7 +531,7 @@ def test_all_ranks_open_the_same_checkpoint(folder: Path) -> None:
     assert on_each(folder, lambda saving, peers: step_of(saving, ten)) == [10, 10]
 
 
-def test_open_returns_none_on_every_rank_if_there_is_no_checkpoint(tmp_path: Path) -> None:
+def test_open_returns_none_on_every_rank_if_there_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert on_each(tmp_path / "missing", lambda saving, peers: saving.open()) == [None, None]
 
 

@@ -112,7 +112,7 @@ def test_upgrade_reports_invalid_files_and_upgrades_the_others() -> None:
     for said in (
         '`train.last_batch` is now `train.drop_last`, and "dorp" has no counterpart',
         "--> bad.toml:4:14",
-        "`other.toml` is no recipe",
+        "`other.toml` is not a recipe",
         "no such file: `absent.toml`",
     ):
         assert said in done.stderr

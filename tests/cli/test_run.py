@@ -15,6 +15,7 @@ from support.launched import Ranks
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
+from ddpforge.launchers.exit_record import LaunchExit
 
 RECIPE = """\
 recipe = 2
@@ -61,6 +62,28 @@ def test_a_finished_run_prints_its_result_and_is_not_trained_again(
     assert again.stdout == "runs/tiny: done at step 2\n"
     assert "--fresh trains it from scratch" in again.stderr
     assert attempts() == 1
+
+
+def test_launch_of_a_finished_run_starts_no_rank(
+    ddpforge: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ddpforge("run", "tiny.toml")
+    started: list[object] = []
+    monkeypatch.setattr(
+        "ddpforge.launchers.process.start", lambda *command, **_: started.append(command) or LaunchExit(0)
+    )
+    told = CliRunner().invoke(main, ["launch", "tiny.toml", "--nproc", "2"])
+    assert (told.exit_code, told.stdout, started) == (0, "runs/tiny: done at step 2\n", [])
+    assert told.stderr.splitlines() == [
+        "runs/tiny is finished; --fresh trains it from scratch, a longer train.length continues it",
+        "next: ddpforge report runs/tiny, or export",
+    ]
+    as_json = CliRunner().invoke(main, ["launch", "tiny.toml", "--nproc", "2", "--json"])
+    assert json.loads(as_json.stdout) == status()
+    for options in (["train.length=4st"], ["--fresh"], ["--dry-run", "1"]):
+        started.clear()
+        CliRunner().invoke(main, ["launch", "tiny.toml", "--nproc", "2", *options])
+        assert len(started) == 1
 
 
 def test_a_finished_run_resumes_with_a_longer_length(ddpforge: Callable[..., Ranks]) -> None:

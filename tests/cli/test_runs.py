@@ -67,6 +67,21 @@ def test_ls_on_a_terminal_drops_columns_but_never_the_name(
     assert whole[0].split() == ["run", "state", "step", "eval/loss", "train/loss", "lr", "seed", "age"]
 
 
+def test_a_narrow_terminal_keeps_components_rates_and_seeds_rather_than_other_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place, use in enumerate(("ddp", "fsdp")):
+        of_model = {"depth": place, "width": 100 + place, "heads": place}
+        recipe = {"model": of_model, "strategy": {"use": use}, "optimizer": {"lr": 0.1 + place}}
+        made(Path("runs/sweep") / f"a-rather-long-name-{place}", recipe=recipe, metrics={"eval/loss": 0.1234})
+    monkeypatch.setattr("ddpforge.cli.runs.terminal_width", lambda: 60)
+    monkeypatch.setattr("ddpforge.cli.tables.terminal_width", lambda: 60)
+    shown = invoke("runs", "ls")
+    assert shown.stdout.splitlines()[1].split()[:5] == ["run", "state", "eval/loss", "strategy.use", "lr"]
+    assert shown.stderr.splitlines()[0].startswith("not shown: age, step,")
+    assert max(map(len, shown.stderr.splitlines())) <= 60
+
+
 def test_columns_have_the_whole_key_if_its_last_part_is_not_unique() -> None:
     for name, use in (("a", 1), ("b", 2)):
         made(Path("runs") / name, recipe={"model": {"depth": use}, "task": {"depth": use}})

@@ -25,6 +25,7 @@ from ddpforge.components.errors import (
 )
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import installed_path
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.recipe.report import render
@@ -53,8 +54,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Yields a recipe's folder."""
     folder = tmp_path / "recipes"
     folder.mkdir()
+    path = [*sys.path]
     with forgetting_modules_below(tmp_path):
         yield folder
+    sys.path[:] = path
 
 
 def write(file: Path, source: str) -> Path:
@@ -268,10 +271,29 @@ def test_error_names_a_missing_requirement_and_the_line_that_imports_it(site: Pa
     assert Registry.installed().load("model", "sound").__name__ == "Net"
 
 
-def test_error_shows_how_to_name_a_file_next_to_the_recipe(tmp_path: Path) -> None:
+def test_warnings_of_a_plugins_import_are_not_shown_but_those_of_local_code_are(
+    site: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import logging\nlogging.getLogger('a_library').warning('deprecated')\nclass Net: ..."
+    install(site, "loud", {"ddpforge.model": {"loud": "loud_plugin:Net"}}, modules={"loud_plugin.py": text})
+    Registry.installed().load("model", "loud")
+    assert caplog.messages == []
+    Registry.installed().load("model", f"./{write(folder / 'loud_here.py', text).name}:Net", folder)
+    assert caplog.messages == ["deprecated"]
+
+
+def test_error_shows_how_to_name_a_file_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     write(tmp_path / "mine" / "net.py", "class Net: ...")
     with pytest.raises(BrokenComponent, match="No module named 'mine'") as caught:
         Registry.installed().load("model", "mine.net:Net", tmp_path)
+    assert caught.value.hints == ('name a file next to the recipe by its path: use = "./mine/net.py:…"',)
+    # The same after local code has put its folder on the path: a copy of the file must go into the run's folder.
+    write(tmp_path / "parts.py", "import mine.net\nclass Net: ...")
+    with forgetting_modules_below(tmp_path):
+        Registry().load("model", "./parts.py:Net", tmp_path)
+        with pytest.raises(BrokenComponent, match=r"No module named 'mine\.net'") as caught:
+            Registry.installed().load("model", "mine.net:Net", tmp_path)
     assert caught.value.hints == ('name a file next to the recipe by its path: use = "./mine/net.py:…"',)
 
 
@@ -503,12 +525,72 @@ def test_changed_local_file_and_its_importers_are_imported_again(folder: Path) -
     assert found == [1, 22, 333]
 
 
-def test_error_shows_the_relative_import_of_a_local_file(folder: Path) -> None:
-    write(folder / "helper_next_door.py", "")
-    write(folder / "net.py", "import helper_next_door")
+def test_a_local_file_imports_its_neighbours_by_plain_names_as_a_script_does(folder: Path) -> None:
+    """From its own folder and from the recipe's; each file is one module under all its names."""
+    write(folder / "shared_of_recipe.py", "class Base:\n    of = 'recipe'")
+    write(folder / "nets/blocks_of_net.py", "from shared_of_recipe import Base\nclass Block(Base): ...")
+    write(
+        folder / "nets/plain.py",
+        "import blocks_of_net\nfrom nets.deep_of_net import DEEP\nclass Net(blocks_of_net.Block):\n"
+        "    def later(self):\n        from late_of_net import LATE\n        return LATE",
+    )
+    write(folder / "nets/deep_of_net.py", "from blocks_of_net import Block\nDEEP = Block")
+    write(folder / "nets/late_of_net.py", "LATE = 3")
+    registry = Registry()
+    net = registry.load("model", "./nets/plain.py:Net", folder)
 
-    (hint,) = broken("model", "./net.py:Net", folder).hints
-    assert hint == "a file next to a recipe needs relative imports: `from .helper_next_door import …`"
+    assert net().of == "recipe"
+    assert net().later() == 3
+    assert registry.load("model", "./nets/blocks_of_net.py:Block", folder) is net.__mro__[1]  # type: ignore[attr-defined]
+    assert registry.load("model", "./shared_of_recipe.py:Base", folder) is net.__mro__[2]  # type: ignore[attr-defined]
+
+
+def test_a_neighbour_that_the_recipe_names_first_is_the_same_module_for_its_importers(folder: Path) -> None:
+    write(folder / "base_first.py", "from user_second import NAME\nclass Base: ...")
+    write(folder / "user_second.py", "NAME = 'x'\ndef task():\n    from base_first import Base\n    return Base")
+    registry = Registry()
+    base = registry.load("model", "./base_first.py:Base", folder)
+    assert registry.load("task", "./user_second.py:task", folder)() is base
+
+
+def test_installed_modules_come_before_files_next_to_the_recipe(folder: Path) -> None:
+    for name in ("json", "pydantic"):
+        write(folder / f"{name}.py", "raise RuntimeError('not this one')")
+    write(folder / "net.py", "import json, pydantic\nfrom collections import abc\nclass Net: ...")
+    assert Registry().load("model", "./net.py:Net", folder).__name__ == "Net"
+
+
+def test_neighbours_of_two_recipes_with_one_plain_name_are_two_modules(folder: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        write(folder / name / "net.py", "from layers_next import OF\nclass Net:\n    of = OF")
+        write(folder / name / "layers_next.py", f"OF = {name!r}")
+        found.append(Registry().load("model", "./net.py:Net", folder / name))
+    assert [one.of for one in found] == ["one", "two"]  # type: ignore[attr-defined]
+
+
+def test_a_changed_neighbour_with_a_plain_name_is_imported_again(folder: Path) -> None:
+    write(folder / "net.py", "from size_next import SIZE\nclass Net:\n    size = SIZE")
+    found = []
+    for size in (1, 22):
+        write(folder / "size_next.py", f"SIZE = {size}")
+        found.append(Registry().load("model", "./net.py:Net", folder).size)  # type: ignore[attr-defined]
+    assert found == [1, 22]
+
+
+def test_an_error_in_a_neighbour_names_its_line(folder: Path) -> None:
+    write(folder / "net.py", "import broken_next")
+    file = write(folder / "broken_next.py", "\nraise RuntimeError('no')")
+    assert broken("model", "./net.py:Net", folder).where == f"{file}:2"
+
+
+def test_folders_of_local_code_are_last_on_the_path_and_are_not_searched_for_plugins(folder: Path) -> None:
+    before = installed_path()
+    write(folder / "net.py", "import last_next\nclass Net: ...")
+    write(folder / "last_next.py", "")
+    Registry().load("model", "./net.py:Net", folder)
+    assert sys.path[len(before)] == str(folder)
+    assert installed_path() == before
 
 
 def test_local_files_import_each_other_separately_for_each_recipe(folder: Path) -> None:

@@ -748,7 +748,7 @@ def test_a_stream_with_a_correct_length_is_read_in_epochs(drop_last: bool) -> No
 
 
 class _Odd:
-    """Dataset of samples that are no batch, or with a sample that cannot be read."""
+    """Dataset of samples that do not form a batch, or with a sample that cannot be read."""
 
     def __init__(self, sample: Any) -> None:
         self.sample = sample

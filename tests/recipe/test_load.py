@@ -76,12 +76,12 @@ def test_local_code_is_found_in_the_folder_of_the_file_that_names_it(
     file = Path("nets/my.py").absolute()
     assert loaded.recipe.model.options == {"depth": 3}
     assert loaded.recipe.model.base == file.parent
-    assert loaded.local_files() == [file]
+    assert loaded.local_files() == {file: file.parent}
     assert 'use = "./nets/my.py:Net"' in loaded.dumps()
     assert 'use = "./code/0/my.py:Net"' in loaded.dumps({file: "code/0/my.py"})
 
     Path("resolved.toml").write_text(loaded.dumps(), encoding="utf-8")
-    assert load_recipe("resolved.toml", registry=registry).local_files() == [file]
+    assert load_recipe("resolved.toml", registry=registry).local_files().keys() == {file}
 
 
 def test_local_code_is_not_searched_in_other_folders(load: Load, valid: str) -> None:

@@ -102,7 +102,7 @@ def test_another_component_keeps_the_weight_of_a_source(load: Load, several: str
         (["data.train.web.weight={0st=-1}"], "`data.train.web.weight.0st` must be at least 0, not -1", ""),
         (["data.train.web.weight={5st=1}"], "must have a weight from the start, 0st", ""),
         (["data.train.web.weight={0st=0, 5st=0}"], "must be more than 0 from some step on", ""),
-        (["data.train.web.weight={0st=1, '50%'=2}"], '"50%" is no number of steps or epochs', ""),
+        (["data.train.web.weight={0st=1, '50%'=2}"], '"50%" is not a number of steps or epochs', ""),
         (["data.train.web.weight={0st=1, 7=2}"], "must be a duration", ""),
         (["~data.train.web.weight"], "[data.train.web] has no weight, but [data.train.code] has one", "or for none"),
         (["data.temperature=2"], "[data.train.code] has a weight", "remove `temperature`, or all weights"),

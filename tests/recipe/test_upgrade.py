@@ -286,8 +286,8 @@ def test_files_that_extend_each_other_can_be_upgraded(tmp_path: Path) -> None:
     [
         ("recipe = 3\n", "`recipe` must be 1 or 2, not 3"),
         ("recipe = true\n", "`recipe` must be 1 or 2, not true"),
-        ("[project]\nname = 'x'\n", "`recipe.toml` is no recipe"),
-        ("", "`recipe.toml` is no recipe"),
+        ("[project]\nname = 'x'\n", "`recipe.toml` is not a recipe"),
+        ("", "`recipe.toml` is not a recipe"),
         ("recipe = 1\nname = \n", "not valid TOML"),
         (
             'recipe = 1\ntrain.stall = "1m"\ntrain.hang_timeout = "1m"\n',
@@ -514,6 +514,6 @@ def test_a_dropped_option_with_its_default_is_ignored() -> None:
     assert not {"powersgd_rank", "powersgd_start"} & found.tables["strategy"].keys()
 
 
-def test_a_dropped_option_with_its_default_is_no_change_of_a_run() -> None:
+def test_a_dropped_option_with_its_default_is_not_a_change_of_a_run() -> None:
     before = upgrade_tables('recipe = 2\n[strategy]\nuse = "ddp"\npowersgd_rank = 1\nbucket_cap_mb = 25\n')
     assert before == {"recipe": 2, "strategy": {"use": "ddp", "bucket_cap_mb": 25}}

@@ -8,6 +8,7 @@ import pytest
 from support.run_folders import made
 
 from ddpforge.errors import UsageError
+from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.summary import compare, curves, thinned
 
 
@@ -39,6 +40,34 @@ def test_recipes_code_environments_and_metrics_are_compared(tmp_path: Path) -> N
         "train/loss": [None, 2.0],
     }
     json.dumps(found.as_dict())
+
+
+def test_options_of_a_component_are_compared_only_between_runs_of_it_and_components_come_first(tmp_path: Path) -> None:
+    def ran(name: str, **tables: object) -> RunFolder:
+        return made(tmp_path / name, recipe=tables)
+
+    runs = [
+        ran("a", model={"depth": 1}, strategy={"use": "ddp", "bucket": 25}, train={"seed": 0}, optimizer={"lr": 0.1}),
+        ran("b", model={"depth": 2}, strategy={"use": "fsdp", "tensor": 1}, train={"seed": 1}, optimizer={"lr": 0.2}),
+    ]
+    found = compare(runs)
+    assert list(found.recipe) == ["strategy.use", "optimizer.lr", "train.seed", "model.depth"]
+    third = ran(
+        "c", strategy={"use": "fsdp", "tensor": 2}, model={"depth": 2}, train={"seed": 1}, optimizer={"lr": 0.2}
+    )
+    assert compare([*runs, third]).recipe["strategy.tensor"] == [None, 1, 2]
+
+
+def test_variables_in_which_a_launcher_numbers_its_processes_are_no_difference(tmp_path: Path) -> None:
+    runs = [made(tmp_path / name) for name in "ab"]
+    for number, run in enumerate(runs, 1):
+        launched = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "GROUP_RANK", "NCCL_DEBUG")
+        variables = dict.fromkeys((*launched, "WORLD_SIZE"), str(number))
+        (run.path / "env.json").write_text(json.dumps({"environment": variables}))
+    assert compare(runs).environment == {
+        "environment.NCCL_DEBUG": ["1", "2"],
+        "environment.WORLD_SIZE": ["1", "2"],
+    }
 
 
 def test_runs_that_have_not_started_can_be_compared(tmp_path: Path) -> None:

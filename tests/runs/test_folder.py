@@ -76,7 +76,7 @@ def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(
     for name in ("a/parts.py", "b/model.py", "c/parts.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
-    loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: sorted(tmp_path.rglob("*.py")))
+    loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: dict.fromkeys(sorted(tmp_path.rglob("*.py"))))
     copies = snapshot(cast(LoadedRecipe, loaded))["local_files"]
     assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
 
@@ -98,7 +98,7 @@ def test_modules_imported_by_local_code_are_copied_to_the_same_folder(tmp_path: 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    named = [tmp_path / name for name in ("a/parts.py", "c/broken.py", "c/model.py")]
+    named = dict.fromkeys(tmp_path / name for name in ("a/parts.py", "c/broken.py", "c/model.py"))
     loaded = SimpleNamespace(text="", dumps=lambda names: str(list(names.values())), local_files=lambda: named)
     found = snapshot(cast(LoadedRecipe, loaded))
     assert found["resolved"] == str(["code/parts.py", "code/broken.py", "code/1/model.py"])
@@ -109,6 +109,24 @@ def test_modules_imported_by_local_code_are_copied_to_the_same_folder(tmp_path: 
         "code/1/layers.py",
     }
     assert found["local_files"]["code/1/layers.py"] == b"Z = 1"
+
+
+def test_files_that_local_code_imports_by_plain_names_are_copied_where_the_copy_finds_them(tmp_path: Path) -> None:
+    """Proves it for files in the original's folder and in the recipe's folder: the copy has one folder for both."""
+    files = {
+        "nets/model.py": "import beside_model, json\nfrom shared_code.parts import X\nfrom beside_recipe import Y",
+        "nets/beside_model.py": "",
+        "beside_recipe.py": "",
+        "shared_code/parts.py": "from .more import Z",
+        "shared_code/more.py": "",
+        "json.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    loaded = SimpleNamespace(text="", dumps=str, local_files=lambda: {tmp_path / "nets/model.py": tmp_path})
+    names = ("model", "beside_model", "beside_recipe", "shared_code/parts", "shared_code/more")
+    assert snapshot(cast(LoadedRecipe, loaded))["local_files"].keys() == {f"code/{name}.py" for name in names}
 
 
 @pytest.mark.parametrize("name", ["../models.py", "/elsewhere/models.py", "code/../../models.py"])

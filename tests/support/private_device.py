@@ -1,6 +1,6 @@
 """A device of its own for tests, in torch's slot for backends of other packages, and its kind for ddpforge.
 
-Its tensors are no CPU tensors: torch refuses to mix them with tensors of the host, as on a GPU. They wrap CPU tensors,
+Its tensors are not CPU tensors: torch refuses to mix them with tensors of the host, as on a GPU. They wrap CPU tensors,
 on which operators run. Like Apple's GPU the device lacks float64. Reads by the host are written to PRIVATE_READS.
 """
 

@@ -565,6 +565,41 @@ def test_a_resumed_run_continues_from_its_checkpoint() -> None:
     assert loop.checkpoints.steps() == [6]
 
 
+class Warming(Sums):
+    """The weight of the loss depends on the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        self.seen.append(("eval" if self.evaluates else "train", self.step))
+        loss, outputs = super().loss(model, batch)
+        return loss * min(1.0, self.step / 4), outputs
+
+
+def test_a_loss_knows_the_step_also_in_an_evaluation_and_after_a_resume() -> None:
+    task = Warming()
+    loop = Loop(steps=5, task=task, train={"eval_every": "5st"})
+    assert task.step == 0
+    loop.trainer.restore(saved(3))  # type: ignore[arg-type]
+    loop.fit()
+    assert list(dict.fromkeys(task.seen)) == [("train", 4), ("train", 5), ("eval", 5)]
+
+
+def test_the_attribute_step_of_a_task_is_its_own() -> None:
+    class Counting(Sums):
+        def __init__(self) -> None:
+            self.step = 100
+
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            self.step += 1
+            return super().loss(model, batch)
+
+    task = Counting()
+    Loop(steps=2, task=task, evaluation=False).fit()
+    assert task.step == 102
+
+
 def test_state_of_a_different_optimizer_or_callback_is_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     recipe = '[optimizer]\nuse = "adamw"\n[callbacks.watch]\nuse = "other"\n'
     watcher = Watcher()

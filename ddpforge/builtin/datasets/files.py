@@ -275,7 +275,7 @@ def _fault(kept: Path, digest: str) -> str | None:
     except disk.NotPlain as error:
         if kept.is_dir() and not kept.is_symlink():
             raise
-        return f"is no cache file: {error.strerror}"
+        return f"is not a cache file: {error.strerror}"
     return None if checksum.hexdigest().encode() == seal[2] else "is damaged"
 
 

@@ -14,7 +14,7 @@ __all__ = ["BINARY", "LeftOut", "files_below", "is_leftover", "listed", "without
 
 log = logging.getLogger("ddpforge")
 
-# Endings of files that are no text.
+# Endings of files that are not text.
 BINARY = (
     *(".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar", ".tar", ".tgz", ".jar", ".whl"),
     *(".npy", ".npz", ".bin", ".idx", ".pt", ".pth", ".pkl", ".safetensors", ".onnx", ".h5", ".hdf5"),
@@ -115,5 +115,5 @@ def listed(
 
 
 def without_mark(content: bytes) -> bytes:
-    """Returns the content of a text file without the byte order mark, which is no text."""
+    """Returns the content of a text file without the byte order mark, which is not text."""
     return content.removeprefix(_MARK)

@@ -174,7 +174,7 @@ class Tokens(InBatches):
             self._check_dtype(np.concatenate(found))
 
     def _check_range(self, values: NDArray[np.int64], place: Callable[[int], int]) -> None:
-        """Raises UsageError for a value that is no token; `place` returns the position in the file of a value."""
+        """Raises UsageError for a value that is not a token; `place` returns the position in the file of a value."""
         size = getattr(self, "vocab_size", None) or _LARGEST
         for odd in (int(values.argmax()), int(values.argmin())):
             if not 0 <= values[odd] < size:

@@ -215,7 +215,7 @@ def numbers_of(name: str, value: Any) -> float | Mapping[str, float]:
     if isinstance(value, Mapping):
         found = {str(key): numbers_of(name, one) for key, one in value.items()}
         numbers = {key: one for key, one in found.items() if isinstance(one, float)}
-        for key, one in value.items():  # e.g. a precision of each class; larger tensors are no metrics
+        for key, one in value.items():  # e.g. a precision of each class; larger tensors are not metrics
             if isinstance(one, Tensor) and one.ndim == 1:
                 numbers |= {f"{key}/{place}": number for place, number in enumerate(one.tolist())}
         return numbers

@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) in any model, with peft."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -184,6 +185,7 @@ def _note_scaling(name: str, layer: Any) -> None:
 
 
 def _peft() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of a kernel on the hub
     try:
         return import_module("peft")
     except ModuleNotFoundError as error:

@@ -67,7 +67,7 @@ def by_name(metrics: Sequence[Metric], *own: str) -> dict[str, Metric]:
 
 
 def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
-    """Returns the two parts of a batch; raises UsageError if it is no pair.
+    """Returns the two parts of a batch; raises UsageError if it is not a pair.
 
     `names` describes the expected batch for the error message, e.g. "(inputs, classes)".
     """
@@ -188,7 +188,7 @@ def are_probabilities(targets: Tensor) -> bool:
 
 
 def reject_no_class(classes: Tensor, task: str) -> None:
-    """Raises UsageError for a negative class, or for rows that are no probabilities, in a batch on the CPU."""
+    """Raises UsageError for a negative class, or for rows that are not probabilities, in a batch on the CPU."""
     # torch's losses would ignore or refuse a negative class. Reading classes on a GPU would wait for it.
     if classes.device.type != "cpu" or not classes.numel():
         return

@@ -51,7 +51,7 @@ class LossFunction(Task):
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss as a sum over the batch, and the outputs; raises UsageError if it is no tensor."""
+        """Returns the loss as a sum over the batch, and the outputs; raises UsageError if it is not a tensor."""
         inputs, targets = pair(batch, "of a loss function", "(inputs, targets)")
         outputs = model(inputs)
         return self._sum(outputs, targets, self.batch_samples or len(targets)), outputs

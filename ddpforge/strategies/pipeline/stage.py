@@ -103,7 +103,7 @@ class StageModule(nn.Module):
 
 
 def _sent(x: Tensor) -> Tensor:
-    """Returns an activation as a contiguous tensor that is no view: views can be neither sent nor detached in place."""
+    """Returns an activation as a contiguous tensor, not a view: views can be neither sent nor detached in place."""
     x = x.contiguous()
     return x.clone() if compat.is_view(x) else x
 
@@ -152,7 +152,7 @@ class _Stub(nn.Module):
             return super().__getattr__(name)
         raise StrategyError(
             f"the task's loss uses `{name}` of the model, but under a pipeline it can only call the model",
-            hints=["store it in `start` or `check`, if it is no weight", 'or set strategy.use = "fsdp"'],
+            hints=["store it in `start` or `check`, if it is not a weight", 'or set strategy.use = "fsdp"'],
         )
 
 

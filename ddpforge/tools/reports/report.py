@@ -114,7 +114,7 @@ def gather(folders: Sequence[RunFolder]) -> RunReport:
 
 
 def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
-    environment = folder.surroundings()
+    environment = folder.surroundings(launcher=False)
     files = _shown_files(folder)
     shown = list(_shown(folder.path / "shown", files, room))
     return ReportedRun(
@@ -125,7 +125,7 @@ def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
         skipped=list(skipped(rows)),
         hours={row["step"]: round((row["time"] - rows[0]["time"]) / 3600, 5) for row in rows},
         recipe=list(_recipe(folder, environment.get("command", []))),
-        environment=list(flattened({key: value for key, value in environment.items() if key != "command"}).items()),
+        environment=[(key, value) for key, value in flattened(environment).items() if key != "command"],
         checkpoints=checkpoints_of(CheckpointFolder(folder.checkpoints, folder)) if folder.checkpoints.is_dir() else [],
         shown=shown,
         left_out=len(files) - len(shown),

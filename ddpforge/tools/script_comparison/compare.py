@@ -66,7 +66,7 @@ class ComparedStep:
         lr: Of the first parameter group of both.
         difference: Of the losses, relative to the script's.
         parts: Reasons why the step differs, the first cause first; empty if it is the same.
-        notes: Differences that alone are no reason.
+        notes: Differences that alone are not a reason.
     """
 
     step: int

@@ -149,7 +149,7 @@ def _counts(leaf: Tensor) -> dict[int, int]:
 
 
 def _texts(leaf: Tensor, read: Read) -> list[str]:
-    """Returns the first sequences of tokens as text, without negative numbers, which are no tokens."""
+    """Returns the first sequences of tokens as text, without negative numbers, which are not tokens."""
     if leaf.is_floating_point() or leaf.dtype == torch.bool or leaf.ndim != 2:
         return []
     try:

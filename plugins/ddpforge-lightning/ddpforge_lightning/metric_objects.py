@@ -132,12 +132,12 @@ class MetricObjects:
     def log(self, name: str, metric: Any, *, evaluates: bool) -> None:
         """Keeps that evaluations, or training rows, report `metric` as `name`.
 
-        Raises UsageError for a metric that is no attribute of the module, or cannot be combined over ranks.
+        Raises UsageError for a metric that is not an attribute of the module, or cannot be combined over ranks.
         """
         number = next((number for number, one in enumerate(self._objects) if one.metric is metric), None)
         if number is None:
             raise UsageError(
-                f'self.log("{name}", …) receives a {type(metric).__name__}, which is no attribute of the module',
+                f'self.log("{name}", …) receives a {type(metric).__name__}, which is not an attribute of the module',
                 hints=[
                     "assign it in __init__: self.acc = …; several in nn.ModuleDict, nn.ModuleList or MetricCollection",
                     'of a MetricCollection: self.log_dict(self.metrics), or self.log("acc", self.metrics["acc"])',

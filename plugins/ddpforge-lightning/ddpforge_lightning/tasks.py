@@ -67,7 +67,7 @@ class LightningTask(Task):
         self._metrics.start(model)
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Raises UsageError if the model is no LightningModule, or needs a Trainer."""
+        """Raises UsageError if the model is not a LightningModule, or needs a Trainer."""
         checked(model)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -413,7 +413,7 @@ def test_logged_loss_of_an_evaluation_is_a_mean_also_if_training_declares_a_sum(
 @pytest.mark.parametrize(
     ("value", "message"), [("text", "receives a str, not a number"), (torch.ones(2), r"receives \[2\], not one number")]
 )
-def test_values_that_are_no_numbers_are_refused(value: Any, message: str) -> None:
+def test_values_that_are_not_numbers_are_refused(value: Any, message: str) -> None:
     logged: dict[str, Any] = {}
     with pytest.raises(UsageError, match=message):
         _recorder(logged, MetricObjects(), {})("a", value)
@@ -487,7 +487,7 @@ def test_all_places_that_need_a_trainer_are_refused_at_once() -> None:
     assert f"(test_lightning.py:{line})" in text
 
 
-def test_places_in_branches_that_may_not_be_reached_are_no_error() -> None:
+def test_places_in_branches_that_may_not_be_reached_are_not_errors() -> None:
     class Debug(lit.LitNet):
         debug = False
 

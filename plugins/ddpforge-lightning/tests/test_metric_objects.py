@@ -296,7 +296,7 @@ class Epoch(Small):
 @pytest.mark.parametrize(
     ("module", "message", "hint"),
     [
-        (Unknown, "receives a MulticlassF1Score, which is no attribute of the module", "assign it in __init__"),
+        (Unknown, "receives a MulticlassF1Score, which is not an attribute of the module", "assign it in __init__"),
         (Pearson, r"self.pearson: PearsonCorrCoef .* cannot be combined exactly", 'dist_reduce_fx="cat"'),
         (Range, "self.f1: MinMaxMetric of torchmetrics depends on the order", "dist_reduce_fx"),
         (

@@ -179,7 +179,7 @@ class RenderedChat:
             return place + found[0] + len(found[1])
         if found is None or (gap[: found[0]].strip() and not self.messages[number].get("tool_calls")):
             return None
-        if found[1] in self._header() and end is None:  # the begin of the next message is no end
+        if found[1] in self._header() and end is None:  # the begin of the next message is not an end
             return None
         return place + found[0] + len(found[1])
 

@@ -148,7 +148,7 @@ def unstamped(model: str, parts: Mapping[str, Part]) -> set[str]:
 def as_arguments(messages: Sequence[Message], form: Literal["object", "text"] | None) -> list[Message]:
     """Returns messages whose calls have their arguments as objects, or as JSON texts; None: as they are.
 
-    Raises ValueError for a text that is no JSON object, if objects are needed.
+    Raises ValueError for a text that is not a JSON object, if objects are needed.
     """
     if form is None:
         return list(messages)
@@ -173,7 +173,7 @@ def _with_arguments(call: Any, form: str, name: str) -> Any:
         try:
             value = json.loads(value) if value.strip() else {}
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{name}: the arguments are no JSON: {error}") from error
+            raise ValueError(f"{name}: the arguments are not JSON: {error}") from error
         if not isinstance(value, dict):
             raise ValueError(f"{name}: the arguments are the JSON text of {type(value).__name__}: expected an object")
     changed = {**inner, "arguments": value}

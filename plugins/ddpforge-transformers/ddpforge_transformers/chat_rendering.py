@@ -66,7 +66,7 @@ class ChatRenderer:
     _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for options that the template does not read, and for a template that is no Jinja."""
+        """Raises ValueError for options that the template does not read, and for a template that is not Jinja."""
         texts = self._templates()
         known = set().union(*(self._compiled(text).variables for text in texts)) if texts else set()
         for key in self.options:

@@ -34,7 +34,7 @@ class ChatTemplate:
     """Chat template, rendered as transformers does: the same sandbox, filters and block `generation`.
 
     A rendering that takes too many steps, or makes too long a text, is refused: templates come with models from the
-    hub. Raises ValueError for a template that is no valid Jinja.
+    hub. Raises ValueError for a template that is not valid Jinja.
     """
 
     def __init__(self, text: str) -> None:
@@ -77,7 +77,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=64)
 def chat_template(text: str) -> ChatTemplate:
-    """Returns the compiled template of a text; raises ValueError if it is no valid Jinja."""
+    """Returns the compiled template of a text; raises ValueError if it is not valid Jinja."""
     return ChatTemplate(text)
 
 

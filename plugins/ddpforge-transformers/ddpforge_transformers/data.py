@@ -394,7 +394,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = listed(path, but=_NOT_TEXT)
     elif path.name.lower().endswith(_NOT_TEXT):
-        raise ValueError(f"path: {path} is no text; write a .jsonl file with the text under `field`, or a text file")
+        raise ValueError(f"path: {path} is not text; write a .jsonl file with the text under `field`, or a text file")
     else:
         files = [path]
     if not files:

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,  # noqa: F401 - its libraries warn at their import; while a component is imported, this is not shown
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -203,7 +204,7 @@ def _saved_model(auto: Any, name: str, **options: Any) -> tuple[nn.Module, set[s
     absent = {*found["missing_keys"], *(key for key, _, _ in found["mismatched_keys"])}
     new = absent & {key for key, _ in model.named_parameters()}
     if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
-        # Constants that are no weights were rounded, e.g. the scale of Gemma's embeddings.
+        # Constants that are not weights were rounded, e.g. the scale of Gemma's embeddings.
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         del model
         model = _saved(auto, name, dtype=torch.float32, **options)

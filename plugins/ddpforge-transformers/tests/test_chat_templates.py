@@ -169,9 +169,9 @@ def test_arguments_are_printed_once_as_json(renderer: Callable[..., ChatRenderer
     assert texts(found) == ['<call>look {"q": "sea"}</call><|im_end|>']
 
 
-def test_arguments_that_are_no_json_are_refused(renderer: Callable[..., ChatRenderer]) -> None:
+def test_arguments_that_are_not_json_are_refused(renderer: Callable[..., ChatRenderer]) -> None:
     template = CHATML.replace("{{ message.content }}", "{{ message.content }}" + CALLS)
-    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\]: the arguments are no JSON"):
+    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\]: the arguments are not JSON"):
         renderer(template)([user("a"), answer("", tool_calls=calls("{q: sea}"))])
 
 

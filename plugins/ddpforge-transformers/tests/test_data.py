@@ -95,7 +95,7 @@ def test_only_text_and_jsonl_of_a_folder_are_learnt(
         f"{texts}: left out: 3 hidden or left behind by a program (.hidden.txt, .ipynb_checkpoints, a.txt~); "
         "3 of a kind that is not read (0.csv, 0.json, 0.png)"
     ]
-    with pytest.raises(ValueError, match=r"0\.json is no text; write a \.jsonl file"):
+    with pytest.raises(ValueError, match=r"0\.json is not text; write a \.jsonl file"):
         TokenizedText(path=texts / "0.json", **options)
 
 

@@ -136,7 +136,7 @@ def documents(block: dict[str, Tensor]) -> list[slice]:
     return [slice(*pair) for pair in pairwise(begins)]
 
 
-def test_blocks_have_whole_samples_whose_first_token_is_no_target(chats: ChatData) -> None:
+def test_blocks_have_whole_samples_whose_first_token_is_not_a_target(chats: ChatData) -> None:
     data = PackedData(of=chats, block_size=64)
     alone = sorted(tuple(chats[number]["input_ids"].tolist()) for number in range(len(chats)))
     found, counted = [], 0

@@ -660,7 +660,7 @@ def first_row(run: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("task", ["dpo", "kto"])
-def test_trained_adapters_of_another_run_are_no_reference_by_being_switched_off(
+def test_trained_adapters_of_another_run_are_not_references_by_being_switched_off(
     ddpforge: Callable[..., str], base: Path, task: str
 ) -> None:
     ddpforge("run", "sft.toml", "--set=name=sft")

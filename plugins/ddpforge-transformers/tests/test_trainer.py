@@ -235,7 +235,7 @@ def test_what_needs_a_running_trainer_is_refused_by_name(trainer: type[Trainer],
         adopted(trainer)().loss(_Net(), BATCH)
 
 
-def test_batch_that_is_no_dict_is_refused() -> None:
+def test_batch_that_is_not_a_dict_is_refused() -> None:
     with pytest.raises(UsageError, match="compute_loss takes a dict, but the data gives a list"):
         adopted(Trainer)().loss(_Net(), [BATCH["x"], BATCH["labels"]])
 

@@ -118,7 +118,7 @@ def test_csv_errors_name_the_column_and_the_line(
 
 @pytest.mark.parametrize("cell", ["", "?", "N/A", '"1,234"', "nan", "-inf", "1_0", "0x10", "5%", "1e400", "1e39"])
 @pytest.mark.parametrize("column", ["area", "price"])
-def test_csv_cell_that_is_no_finite_number_is_refused_with_line_column_and_value(
+def test_csv_cell_that_is_not_a_finite_number_is_refused_with_line_column_and_value(
     cell: str, column: str, tmp_path: Path
 ) -> None:
     row = {"area": "30", "price": "70"} | {column: cell}
@@ -173,7 +173,7 @@ def test_csv_rows_that_would_be_lost_or_misread_are_refused_with_their_line(
     assert "a.csv" in caught.value.message
 
 
-def test_csv_text_of_several_lines_in_a_column_that_is_not_used_is_no_error(tmp_path: Path) -> None:
+def test_csv_text_of_several_lines_in_a_column_that_is_not_used_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('x,note,y\n1,"two\nlines, here",2\n3,"a ""b"" c",4\n')
     data = CSVTable(path=tmp_path / "a.csv", target="y", inputs=["x"])
     assert (data.inputs.tolist(), data.targets.tolist()) == ([[1], [3]], [[2], [4]])  # type: ignore[union-attr]

@@ -136,7 +136,7 @@ def test_classification_takes_probabilities_of_classes(smoothing: float) -> None
     assert hits.sum == (logits.argmax(1) == torch.tensor([0, 2])).sum()  # type: ignore[union-attr]
 
 
-def test_rows_that_are_no_probabilities_are_refused() -> None:
+def test_rows_that_are_not_probabilities_are_refused() -> None:
     with pytest.raises(UsageError, match=r"a row has the sum 1\.9"):
         Classification().count((torch.zeros(2, 4), PROBABILITIES + torch.tensor([[0.3], [0.0]])))
     with pytest.raises(UsageError, match="so no class can be ignored"):

@@ -271,15 +271,15 @@ def test_sweep_has_its_name_and_a_column_per_key_and_its_best_run_first(
     page = opened(browser, tmp_path, sweep).page
     assert page.title() == "my-sweep: ddpforge report"
     heads = page.locator("#table thead th:visible").all_inner_texts()
-    assert [head.strip(" ▲▼") for head in heads][4:] == ["optimizer.lr", "train.seed", "eval/accuracy", "train/loss"]
+    assert [head.strip(" ▲▼") for head in heads][1:5] == ["eval/accuracy", "optimizer.lr", "train.seed", "train/loss"]
     first = page.locator("#table tbody tr").first
-    assert first.locator("td").all_inner_texts()[4:8] == ["0.003", "1", "0.53", "1.5"]
+    assert first.locator("td").all_inner_texts()[1:5] == ["0.53", "0.003", "1", "1.5"]
     page.get_by_role("button", name="optimizer.lr").first.click()
-    assert first.locator("td").all_inner_texts()[4] == "3e-5"
+    assert first.locator("td").all_inner_texts()[2] == "3e-5"
     head = page.locator("#table th[aria-sort]")
     assert (head.inner_text(), head.get_attribute("aria-sort")) == ("optimizer.lr", "ascending")
     head.get_by_role("button").click()
-    assert first.locator("td").all_inner_texts()[4] == "0.003"
+    assert first.locator("td").all_inner_texts()[2] == "0.003"
     page.locator("select[name=metric]").select_option("eval/accuracy (best)")  # a metric without a column gets one
     assert page.locator("#table thead th:visible").last.inner_text() == "eval/accuracy (best)"
     assert first.locator("td:visible").last.inner_text() == "0.53"
