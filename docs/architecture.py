@@ -93,9 +93,7 @@ def drawn() -> str:
         lines += [("hook", line) for group in [", ".join(given[name])] for line in wrap(group, letters)]
         lines += [("", line) for line in wrap(holds[name], letters)]
         parts.append(svg.rect(x, y, width, height, "ring kernel" if name == "kernel" else "ring", rx=8))
-        parts += [
-            svg.text(x + 12, y + 24 + 18 * number, line, style) for number, (style, line) in enumerate(lines)
-        ]
+        parts += [svg.text(x + 12, y + 24 + 18 * number, line, style) for number, (style, line) in enumerate(lines)]
     return svg.document(
         760,
         520,

@@ -14,12 +14,13 @@ PALETTE = {
     "two": ("#bc4c00", "#ff9d4d"),
     "three": ("#1a7f37", "#56d364"),
     "four": ("#a626a4", "#e08ad6"),
-    "five": ("#0b7285", "#4fd1d9"),
+    "five": ("#a07d00", "#ecd444"),
 }
-STYLE = """text { font: 15px system-ui, sans-serif; fill: var(--ink); } .small { font-size: 13px; } .tiny { font-size: 11px; }
+STYLE = """text { font: 15px system-ui, sans-serif; fill: var(--ink); }
+.small { font-size: 13px; } .tiny { font-size: 11px; }
 .bold { font-weight: 700; } .soft { fill: var(--soft); } .middle { text-anchor: middle; } .end { text-anchor: end; }
 .paper { fill: var(--paper); stroke: var(--faint); } .box { fill: none; stroke: var(--line); }
-path, line { fill: none; stroke: var(--line); }"""
+path { fill: none; stroke: var(--line); } .dots { stroke-linecap: round; }"""
 
 
 def themed(palette: Mapping[str, tuple[str, str]]) -> str:
@@ -69,6 +70,11 @@ def rect(x: float, y: float, width: float, height: float, style: str = "", **att
 def path(points: Iterable[tuple[float, float]], style: str = "", **attributes: object) -> str:
     """Returns straight lines from each point to the next."""
     return element("path", style, {"d": "M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in points), **attributes})
+
+
+def dots(points: Iterable[tuple[float, float]], style: str = "") -> str:
+    """Returns a point at each place; the width of the stroke is its size."""
+    return element("path", f"dots {style}", {"d": "".join(f"M{_short(x)} {_short(y)}h0" for x, y in points)})
 
 
 def arrow(start: tuple[float, float], end: tuple[float, float], style: str = "") -> str:
