@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs/assets"
 SVG = "{http://www.w3.org/2000/svg}"
 sys.path.append(str(ROOT / "docs"))
-curves, picture = (importlib.import_module(name) for name in ("curves", "picture"))
+curves, diagrams, picture = (importlib.import_module(name) for name in ("curves", "diagrams", "picture"))
 
 FIRST = "\x1b[32m━━\x1b[0m   3/10 30% forward\r\nloss 2 & <more>"
 SECOND = "\x1b[32m━━━━\x1b[0m 6/10 60% forward\r\nloss 1"
@@ -113,3 +113,33 @@ def test_losses_of_five_strategies_on_two_and_four_ranks_are_those_of_one_proces
     assert reference["loss"][0] > 5.3 > 3.4 > reference["loss"][-1]  # they train
     for page in ("README.md", "docs/guides/parity.md"):
         assert f" {curves.power(largest)}" in (ROOT / page).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- diagrams
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "checkpoint" else ()) for name in diagrams.DIAGRAMS]
+)
+def test_a_diagram_is_what_the_code_and_its_run_give(name: str) -> None:
+    drawn = (ASSETS / f"{name}.svg").read_text(encoding="utf-8")
+    assert drawn == diagrams.DIAGRAMS[name](), "run: python docs/diagrams.py"
+
+
+def test_in_the_diagram_of_a_step_two_ranks_share_twelve_samples_in_micro_batches_of_three() -> None:
+    ranks = diagrams.batches_of_ranks()
+    assert [[len(batch) for batch in batches] for batches in ranks] == [[3, 3], [3, 3]]
+    assert len({sample for batches in ranks for batch in batches for sample in batch}) == 12
+
+
+def test_in_the_diagram_of_layouts_tensor_ranks_are_neighbours_and_share_samples() -> None:
+    for places in (diagrams.fsdp_places(), diagrams.pipeline_places()):
+        assert [place.tensor for place in places] == [0, 1] * 8
+        assert all(one._replace(tensor=1) == two for one, two in zip(places[::2], places[1::2], strict=True))
+        assert len({(place.row, place.column) for place in places}) == 8
+
+
+def test_in_the_diagram_of_schedules_the_idle_time_is_that_of_the_page() -> None:
+    """(p - 1) / (v·m + p - 1) for p stages, m micro-batches and v parts on each rank."""
+    work = {name: diagrams.timed(name) for name in ("GPipe", "1F1B", "Interleaved1F1B")}
+    assert [diagrams.idle(each) for each in work.values()] == pytest.approx([3 / 11, 3 / 11, 3 / 19])
+    assert [diagrams.most_held(name, each[0]) for name, each in work.items()] == [8, 4, 5.5]
+    assert [sum(map(len, each.values())) for each in work.values()] == [64, 64, 128]
