@@ -1,13 +1,17 @@
-"""Draws commands in a terminal: `docs/assets/run.svg`, the picture of the README, and `docs/assets/plan.svg`.
+"""Draws commands in a terminal, and a report in a browser, into docs/assets: `python docs/picture.py [NAME…]`.
 
-`python docs/picture.py [PERCENT]` trains `digits` in a pseudo-terminal, and draws its screen when the progress bar has
-reached PERCENT of the steps (default: 70). Of `ddpforge plan` it draws the table.
+- `run` trains `digits` in a pseudo-terminal, and draws its screen at 70 % of the steps, for the README;
+- `plan` draws the table of `ddpforge plan`;
+- `report` trains two runs and takes pictures of their report, on a light and on a dark page, with Chromium.
 """
 
+import io
 import os
 import pty
 import re
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,8 +24,10 @@ from termios import TIOCSWINSZ
 import svg
 
 ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs/assets"
 RUN = ("run", "digits")
 PLAN = ("plan", "gpt-1-node", "--ranks", "8", "--device", "h100", "--strategies", "ddp,fsdp,deepspeed:3,pipeline")
+REPORTED = (RUN, ("run", "digits", "name=small-rate", "optimizer.lr=3e-4"))  # the runs of the report
 LINES = 50
 WIDTH, HEIGHT = 8.4, 20  # of a character, in pixels
 PALETTE = {
@@ -151,11 +157,45 @@ def drawn(screen: list[list[Cell]], command: Sequence[str], about: str) -> str:
     )
 
 
+def photographed(page: Path) -> dict[str, bytes]:
+    """Returns pictures of a report at the top of its page, as WebP, on a light and on a dark page."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    found = {}
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            view = browser.new_page(viewport={"width": 1000, "height": 850}, color_scheme=scheme)
+            view.goto(page.as_uri(), wait_until="load")
+            picture = io.BytesIO()
+            Image.open(io.BytesIO(view.screenshot())).save(picture, "WEBP", quality=80, method=6)
+            found[scheme] = picture.getvalue()
+    return found
+
+
+def report() -> None:
+    """Writes the pictures of a report."""
+    with tempfile.TemporaryDirectory() as folder:
+        for command in (*REPORTED, ("report", "digits", "small-rate")):
+            started = [sys.executable, "-m", "ddpforge", *command]
+            subprocess.run(started, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        for scheme, picture in photographed(Path(folder, "report.html")).items():
+            (ASSETS / f"report-{scheme}.webp").write_bytes(picture)
+
+
+def run() -> None:
+    """Writes the picture of a run."""
+    drawing = drawn(chosen(output(RUN), 70), RUN, "Settings, evaluations and a progress bar.")
+    (ASSETS / "run.svg").write_text(drawing, encoding="utf-8")
+
+
+def plan() -> None:
+    """Writes the picture of a plan."""
+    drawing = drawn(table(output(PLAN, 160)), PLAN, "Memory of a rank and time of a step under each strategy.")
+    (ASSETS / "plan.svg").write_text(drawing, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    percent = int(sys.argv[1]) if len(sys.argv) > 1 else 70
-    pictures = {
-        "run": drawn(chosen(output(RUN), percent), RUN, "Settings, evaluations and a progress bar."),
-        "plan": drawn(table(output(PLAN, 160)), PLAN, "Memory of a rank and time of a step under each strategy."),
-    }
-    for name, picture in pictures.items():
-        (ROOT / "docs/assets" / f"{name}.svg").write_text(picture, encoding="utf-8")
+    for name in sys.argv[1:] or ("run", "plan", "report"):
+        {"run": run, "plan": plan, "report": report}[name]()

@@ -92,6 +92,14 @@ def test_every_picture_of_a_page_is_there_and_has_a_text_alternative() -> None:
     assert {path.name for path in ASSETS.glob("*.svg")} <= found.keys()
 
 
+def test_the_pictures_of_a_report_are_small_and_for_light_and_dark_pages() -> None:
+    files = {path.name: path.stat().st_size for path in ASSETS.glob("*.webp")}
+    assert files.keys() == {"report-light.webp", "report-dark.webp"}
+    assert 10_000 < max(files.values()) < 150_000
+    page = (ROOT / "docs/guides/report.md").read_text(encoding="utf-8")
+    assert '<source media="(prefers-color-scheme: dark)" srcset="../assets/report-dark.webp">' in page
+
+
 # ---------------------------------------------------------------------------------------------- loss curves
 DATA = json.loads(curves.DATA.read_text(encoding="utf-8"))
 
