@@ -108,7 +108,7 @@ def step() -> str:
     return picture(
         460,
         parts,
-        "What a step is: samples, ranks, micro-batches, one update",
+        "The parts of a step: samples, ranks, micro-batches, one update",
         f"Step {STEP + 1} trains on {GLOBAL_BATCH} of {SAMPLES} samples: {shares}. The ranks add their gradients, "
         f"divide by {GLOBAL_BATCH}, clip, and make the same update.",
     )

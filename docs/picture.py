@@ -125,7 +125,7 @@ def chosen(text: str, percent: int) -> list[list[Cell]]:
 
 
 def table(text: str) -> list[list[Cell]]:
-    """Returns what a plan prints before the details of each strategy."""
+    """Returns the output of a plan up to the details of each strategy."""
     *_, screen = screens(text)
     ends = [number for number, line in enumerate(screen) if not "".join(letter for letter, _ in line).strip()]
     return screen[: ends[1]]

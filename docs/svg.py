@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from html import escape
 
-# Colors by name: on light pages, on dark pages. `one` to `five` are for things that must be told apart.
+# Colors by name: on light pages, on dark pages. `one` to `five` distinguish ranks and strategies.
 PALETTE = {
     "paper": ("#f6f8fa", "#161b22"),
     "ink": ("#1b1f24", "#e6edf3"),
@@ -32,7 +32,7 @@ def themed(palette: Mapping[str, tuple[str, str]]) -> str:
 def document(
     width: float, height: float, parts: Iterable[str], *, title: str, description: str, style: str = ""
 ) -> str:
-    """Returns a picture on a sheet of paper; `title` and `description` are for readers who do not see it.
+    """Returns a picture on a sheet of paper; `title` and `description` are read aloud by screen readers.
 
     Without a `style` it has the colors of PALETTE and the classes of STYLE; otherwise `style` has all of them.
     """

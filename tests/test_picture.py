@@ -69,7 +69,7 @@ def test_a_picture_is_small_and_has_a_title_a_description_and_both_colors(name: 
     assert [len(root.findtext(f"{SVG}{part}", "")) > 20 for part in ("title", "desc")] == [True, True]
     assert root.attrib["role"] == "img"
     assert "@media (prefers-color-scheme: dark)" in text
-    # Colors are variables, so that no white sheet lies on a dark page.
+    # Colors are variables, so a dark page has no white background.
     drawn = text.partition("</style>")[2]
     assert re.findall(r'(?:fill|stroke|style)="[^"]*"', drawn) == []
     assert re.search(r"fill: (white|#)", text) is None
@@ -127,7 +127,7 @@ def test_losses_of_five_strategies_on_two_and_four_ranks_are_those_of_one_proces
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "checkpoint" else ()) for name in diagrams.DIAGRAMS]
 )
-def test_a_diagram_is_what_the_code_and_its_run_give(name: str) -> None:
+def test_the_committed_diagram_is_drawn_by_the_code(name: str) -> None:
     drawn = (ASSETS / f"{name}.svg").read_text(encoding="utf-8")
     assert drawn == diagrams.DIAGRAMS[name](), "run: python docs/diagrams.py"
 
