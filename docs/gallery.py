@@ -45,7 +45,7 @@ def words() -> dict[str, Any]:
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Returns the words of each entry by its name, e.g. `recipes.digits`, with those that its recipe's header has."""
+    """Returns the words of each entry by its name, e.g. `recipes.digits`, and the words of its recipe's header."""
     found = {}
     for kind in ("recipes", "examples"):
         for name, entry in words()[kind].items():
