@@ -18,10 +18,11 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import Dataset
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +120,7 @@ def cell(method: str, size: Mapping[str, Any], devices: int, folder: Path) -> di
     (folder / "base/config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "planned.toml").write_text(recipe(method, devices), encoding="utf-8")
     write_samples(folder)
-    with chdir(folder):
+    with chdir(folder), _unread():
         found = forecast("planned.toml", None, ranks=devices, registry=Registry.installed(), device=KNOWN["h100"])
     if found.unsimulated:
         raise RuntimeError(f"{method}, {devices} devices: {found.unsimulated}")
@@ -224,15 +225,29 @@ def _untouched() -> Iterator[None]:
             "absmax_offset": torch.empty(1),
         }
 
-    whole = PropertyMock(side_effect=lambda: torch.empty(1, 1))  # peft reads the dtype
     with (
         patch.object(models, "_saved", weights),
         patch.object(quantized, "_pack", pack),
-        patch.object(quantized.QuantizedLinear, "weight", whole),
         patch.object(
             Tensor, "clone", lambda tensor: torch.empty_like(tensor)
         ),  # the plugin releases the mapped file by copies
     ):
+        yield
+
+
+@contextmanager
+def _unread() -> Iterator[None]:
+    """Unpacks quantized weights to memory that is never touched; those of a simulation have no values anyway."""
+    from ddpforge.builtin.models import quantized
+
+    unpack = quantized._unpack
+
+    def shapes(dtype: torch.dtype, packed: Tensor, *scales: Tensor) -> Tensor:
+        if isinstance(packed, FakeTensor):
+            return unpack(dtype, packed, *scales)
+        return torch.empty(len(packed), 2 * packed.shape[1], dtype=dtype)
+
+    with patch.object(quantized, "_unpack", shapes):
         yield
 
 

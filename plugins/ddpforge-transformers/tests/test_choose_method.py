@@ -98,7 +98,7 @@ def test_a_plan_without_saved_weights_is_that_of_saved_ones(
 
 
 @pytest.mark.slow
-def test_a_small_cell_is_what_a_plan_of_now_says(methods: ModuleType, known: dict[str, Any], tmp_path: Path) -> None:
+def test_a_small_cell_is_the_plan_of_now(methods: ModuleType, known: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     found = methods.cell("LoRA", methods.SIZES["0.6 B"], 1, tmp_path)
     assert found == {name: value for name, value in known["plans"]["LoRA/0.6 B/1"].items() if name != "hash"}
