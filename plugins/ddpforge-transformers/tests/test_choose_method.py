@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,7 @@ def test_a_plan_without_saved_weights_is_that_of_saved_ones(
     planned = methods.cell(method, size, 1, tmp_path)
     own = methods.recipe(method, 1).replace("./methods.py:saved", "causal_lm")
     monkeypatch.setattr(methods, "recipe", lambda *_: own)
+    monkeypatch.setattr(methods, "_unread", nullcontext)
     weights = AutoModelForCausalLM.from_config(AutoConfig.for_model(**size), dtype=torch.bfloat16)
     write = Path.write_text
 
