@@ -234,8 +234,8 @@ ddpforge run digits
 ```
 
 Every recipe and example that trains on a laptop without a download, with its curve. Times are seconds of one core,
-with the start of Python. In Python instead of a recipe: [a notebook](../examples/notebook.ipynb), and [a script for each
-kind of user](../examples/scripts/README.md). <!-- made by: python docs/gallery.py -->"""
+with the start of Python. In Python instead of a recipe: [a notebook](../examples/notebook.ipynb), and [a script for
+each kind of user](../examples/scripts/README.md). <!-- made by: python docs/gallery.py -->"""
 
 
 def section(name: str, entry: Mapping[str, Any], found: Mapping[str, Any], place: Path, head: str) -> str:
