@@ -31,7 +31,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, installed_path, is_beside_a_recipe, module_name
-from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install, says_memory_is_full
+from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, not_there, pip_install, says_memory_is_full
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:
@@ -277,6 +277,9 @@ class Registry:
         except Exception as error:
             if says_memory_is_full(error):
                 raise
+            if isinstance(error, OSError) and error.filename and not where_raised(error):  # e.g. no permission
+                message = f"{kind} `{component.use}`: {str(error.filename)[:200]}: {error.strerror}"
+                raise PluginError(message, hints=not_there(os.fsdecode(error.filename))) from error
             raise BuildFailed(kind, component.use, error) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddpforge.errors import Diagnostic, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError, not_there, unexpanded
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.toml import Origin
 
@@ -66,11 +66,12 @@ def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
         if (path / "run.json").is_file():
             hints = [f"it is a run; to resume it: ddpforge runs resume {label}"]
     elif not os.path.isdir(path.parent):
-        message, hints = f"no such recipe: `{label}`", [f"there is no folder `{Path(label).parent}`"]
+        hints = unexpanded(label) or [f"there is no folder `{Path(label).parent}`"]
+        message = f"no such recipe: `{label}`"
     else:
         message = f"no such recipe: `{label}`"
         hints = did_you_mean(path.stem, [name.removesuffix(".toml") for name in beside])
-        hints = [hint.replace("`?", ".toml`?") for hint in hints]
+        hints = [hint.replace("`?", ".toml`?") for hint in hints] or not_there(path)
     if origin is None and path.stem in bundled():
         hints.append(f"`{path.stem}` without a path is a recipe that ships with ddpforge")
 
