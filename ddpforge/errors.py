@@ -243,9 +243,7 @@ def unexpanded(path: str | Path) -> list[str]:
     written = _VARIABLE.sub(lambda found: f"${{env:{found[1] or found[2]}}}", home)
     if written == text:
         return []
-    return [
-        f'`~` and variables in a path are not expanded: write "{written}" in a recipe, os.path.expanduser in Python'
-    ]
+    return [f'`~` and variables of the shell are not expanded: write "{written}", or in Python os.path.expanduser(…)']
 
 
 def not_there(path: str | Path) -> list[str]:
@@ -260,9 +258,7 @@ def not_there(path: str | Path) -> list[str]:
     path, near = Path(path), []
     with suppress(OSError):  # e.g. a name that is too long
         if path.exists():
-            return [
-                "it is a folder" if path.is_dir() else "it is a file" if path.is_file() else "it is a device or a pipe"
-            ]
+            return [f"it is a {'folder' if path.is_dir() else 'file' if path.is_file() else 'device or a pipe'}"]
         if path.is_symlink():
             return [f"it is a link to {os.readlink(path)}, which does not exist"]
         near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1)

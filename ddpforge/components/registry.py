@@ -194,16 +194,15 @@ class Registry:
                 hints=[f"did you mean `{name}`?" for name in near],
             )
         if _is_built(component):
-            name = type(component).__name__
             raise broken(
-                f"is an object of the class {name}, not a class",
-                hints=[
-                    f'write use = "{location}:{name}", if its constructor needs only options of the recipe',
-                    "or write a function that returns the object, and name the function",
-                ],
+                f"is an object of the class {type(component).__name__}, not a class",
+                hints=_to_name(kind, location, attribute, component, module),
             )
         if not callable(component):
-            raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
+            raise broken(
+                f"is a value of type `{type(component).__name__}`, which cannot be called",
+                hints=_to_name(kind, location, attribute, component, module),
+            )
         return cast(Callable[..., Any], KINDS[kind].adopt(component))
 
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
@@ -301,6 +300,23 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+def _to_name(kind: str, location: str, attribute: str, built: object, module: object) -> list[str]:
+    """Returns hints for an object that a recipe names instead of a class or a function."""
+    of = type(built)
+    if of.__name__ == "DataLoader":
+        return [f'name its dataset: write def dataset(): return {attribute}.dataset, and use = "{location}:dataset"']
+    if kind == "optimizer":
+        return ["name a function of the parameters, e.g. `torch.optim:SGD`, with its options in [optimizer]"]
+    if kind == "task" and of.__module__.startswith("torch."):
+        return ['name a task, or the function: use = "classification", use = "torch.nn.functional:cross_entropy"']
+    if isinstance(built, str | int | float | type(None)):
+        return ["name a class or a function"]
+    hints = [f'write a function that returns it, def build(): return {attribute}, and use = "{location}:build"']
+    if getattr(module, of.__name__, None) is of and of.__module__ == getattr(module, "__name__", ""):
+        hints.insert(0, f'write use = "{location}:{of.__name__}", if its constructor needs only options of the recipe')
+    return hints
 
 
 def _is_built(component: object) -> bool:
@@ -420,8 +436,8 @@ def build(registry: Registry, kind: str, component: NamedComponent, **given: Any
     if expected := KINDS[kind].mismatch(built):
         name = type(built).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
-        raise WrongKind(
-            f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
-            hints=["see `ddpforge.interfaces` for the requirements of each kind"],
-        )
+        hints = ["see `ddpforge.interfaces` for the requirements of each kind"]
+        if kind == "task" and getattr(built, "reduction", "") in ("mean", "sum", "none"):
+            hints = ['for losses of torch, name the function, e.g. use = "torch.nn.functional:cross_entropy"']
+        raise WrongKind(f"{kind} `{component.use}` is {article} {name}, and must be {expected}", hints=hints)
     return built

@@ -240,6 +240,8 @@ class RunFolder:
         """
         from ddpforge.recipe.schema import reject_remote
 
+        if out is not None and not isinstance(out, str | Path):
+            raise UsageError(f"out={out!r}: expected the path of a folder")
         try:
             reject_remote(str(out or recipe.output_dir))
         except ValueError as error:

@@ -261,7 +261,7 @@ def test_losses_of_torch_are_tasks(task: Any) -> None:
         ),
         ({"train_data": {}}, "train_data is an empty dict", "give a dataset, or a dict of datasets by name"),
         ({"train_data": {"a": {}}}, r"train_data\['a'\] is an empty dict", "give a dataset"),
-        ({"dataset": DATA}, "a run has no argument `dataset`", "give it as train_data"),
+        ({"dataset": DATA}, "a run has no argument `dataset`", "give train_data"),
     ],
 )
 def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], message: str, hint: str) -> None:
