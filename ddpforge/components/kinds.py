@@ -117,8 +117,6 @@ def _adoption(where: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- recognising
 def _has_samples(built: Any) -> bool:
-    if type(built).__module__ == "builtins" and hasattr(built, "__next__"):  # a generator has one epoch only
-        return False
     return hasattr(built, "__iter__") or (hasattr(built, "__len__") and hasattr(built, "__getitem__"))
 
 
@@ -200,7 +198,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 noun="dataset",
                 base="ddpforge.interfaces:Data",
                 fits=_has_samples,
-                must_be="data with __len__ and __getitem__, or with an __iter__ that begins again in each epoch",
+                must_be="data with __len__ and __getitem__, or with __iter__",
                 resembles=_offers_samples,
                 given={"seed": lambda _: 0},
                 nested=True,

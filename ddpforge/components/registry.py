@@ -221,13 +221,19 @@ class Registry:
         try:
             return options_model(component, frozenset(KINDS[kind].given), self, base)
         except PluginError as breach:
+            hints = ["every option of a component is a keyword parameter with a type that TOML can write"]
+            if kind == "schedule" and "optimizer" in inspect.signature(component).parameters:
+                hints = [
+                    f"schedulers of torch change an optimizer; ddpforge has schedules: {', '.join(self.names(kind))}",
+                    "or name a function of the step that returns the factor of the learning rate",
+                ]
             raise BrokenComponent(
                 kind,
                 use,
                 breach.message,
                 entry=self.find(kind, use),
                 cause=breach.__cause__,
-                hints=["every option of a component is a keyword parameter with a type that TOML can write"],
+                hints=hints,
             ) from breach
 
     def takes(self, kind: str, component: NamedComponent, parameter: str) -> bool:
@@ -312,7 +318,7 @@ def _to_name(kind: str, location: str, attribute: str, built: object, module: ob
     if kind == "task" and of.__module__.startswith("torch."):
         return ['name a task, or the function: use = "classification", use = "torch.nn.functional:cross_entropy"']
     if isinstance(built, str | int | float | type(None)):
-        return ["name a class or a function"]
+        return []
     hints = [f'write a function that returns it, def build(): return {attribute}, and use = "{location}:build"']
     if getattr(module, of.__name__, None) is of and of.__module__ == getattr(module, "__name__", ""):
         hints.insert(0, f'write use = "{location}:{of.__name__}", if its constructor needs only options of the recipe')
@@ -419,7 +425,12 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
             hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
         )
     if not is_file or file.suffix != ".py":
-        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
+        near = [f"did you mean `./{file.relative_to(folder)}.py:Name`?"] if file.with_suffix(".py").is_file() else []
+        if not near and not there and file.parent.is_dir():
+            beside = get_close_matches(file.name, [one.name for one in file.parent.glob("*.py")], n=1)
+            near = [*(f"did you mean `./{(file.parent / one).relative_to(folder)}`?" for one in beside)]
+        what = f"is not {'a Python file' if there else 'there'}"
+        raise broken(f"cannot be loaded: {file} {what}", hints=near or ["write `./file.py:Name`"])
     return file
 
 

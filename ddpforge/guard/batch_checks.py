@@ -120,7 +120,7 @@ def nonfinite_inputs(error: Exception, module: nn.Module, batch: Any, key: str) 
         return ""
     odd = (name for name, one in module.named_parameters() if not bool(torch.isfinite(one.detach()).all()))
     weights = next((f"the weight `{name}` was NaN or infinite before the step" for name in odd), "")
-    return nonfinite_values(batch) or weights
+    return f"the data: {found}" if (found := nonfinite_values(batch)) else weights
 
 
 CHECKS = (("", raise_if_batch_explains), ("", nonfinite_inputs))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from ddpforge.errors import CheckpointError, PluginError, UsageError
@@ -100,26 +99,6 @@ def check_no_state(callbacks: Mapping[str, Callback]) -> None:
             raise PluginError(error.message, hints=error.hints) from error
 
 
-def _check_method(name: str, callback: Callback, method: str) -> None:
-    """Raises UsageError for a method `on_…` that nothing calls, or that does not accept the arguments of its calls."""
-    of = f"callback `{name}`: {type(callback).__name__}.{method}"
-    known = [one for one in vars(Callback) if one.startswith("on_")]
-    if method not in known:
-        if len(inspect.getattr_static(callback, method).__qualname__.split(".")) < 2:
-            return
-        near = get_close_matches(method, known, n=1, cutoff=0.4)
-        hints = [*(f"did you mean `{one}`?" for one in near), f"methods: {', '.join(known)}"]
-        raise UsageError(f"{of} is never called", hints=hints)
-    arguments = list(inspect.signature(getattr(Callback, method)).parameters)[1:]
-    try:
-        inspect.signature(getattr(callback, method)).bind(*arguments)
-    except TypeError as error:
-        written = ", ".join(["self", *arguments])
-        raise UsageError(f"{of} is called with {', '.join(arguments)}", hints=[f"def {method}({written})"]) from error
-    except ValueError:  # a method without a signature
-        return
-
-
 def check_callback(
     name: str, callback: Callback, contract: Contract | None, others: Iterable[str], *, trains: bool
 ) -> None:
@@ -137,9 +116,6 @@ def check_callback(
             f"callback `{name}`: {type(callback).__name__}.on_start must take one argument, the run",
             hints=["write `def on_start(self, run: RunContext)`, and read run.model, run.world and run.weights"],
         ) from error
-    for method in dir(type(callback)):
-        if method.startswith("on_"):
-            _check_method(name, callback, method)
     if contract and callback.calls_model and not contract.callable:
         raise UsageError(
             f"callback `{name}` ({type(callback).__name__}) calls the model, but under this strategy no "
