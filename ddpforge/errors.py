@@ -247,7 +247,7 @@ def unexpanded(path: str | Path) -> list[str]:
 
 
 def not_there(path: str | Path) -> list[str]:
-    """Returns hints for a path where something else is expected: what is there, what was meant, the current folder."""
+    """Returns hints for a missing file: the entry that is there, a similar name, or the current folder."""
     text = str(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         return [f"{text} is an address, but only files can be read: copy or mount it first"]

@@ -245,7 +245,7 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
         raise UsageError(f"{use} returns a {kind}, not a torch.optim.Optimizer", key=f"{key}.use")
     if any(one is not group["params"][0] for settings in optimizer.param_groups for one in settings["params"]):
         raise UsageError(
-            f"{use} updates other parameters than those that it was given, so the model would not change",
+            f"{use} updates other parameters than the model's, so the model would not change",
             hints=["use the argument of the function: lambda params: torch.optim.SGD(params, lr=0.1)"],
             key=f"{key}.use",
         )

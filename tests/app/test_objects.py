@@ -331,7 +331,7 @@ def test_a_table_of_pandas_is_refused_with_a_dataset_in_its_place() -> None:
 
 def test_an_optimizer_over_another_models_parameters_is_refused() -> None:
     made = functools.partial(lambda other, _: torch.optim.SGD(other, lr=0.1), list(Net().parameters()))
-    with pytest.raises(ForgeError, match="updates other parameters than those that it was given"):
+    with pytest.raises(ForgeError, match="updates other parameters than the model"):
         ddpforge.train(RECIPE, model=Net(), train_data=DATA, optimizer=made)
 
 

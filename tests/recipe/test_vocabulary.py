@@ -50,7 +50,7 @@ def test_the_hint_for_a_foreign_key_has_ddpforges_name(load: Load, key: str, sai
     assert any(said in hint for hint in problem.hints)
 
 
-def test_a_hint_for_a_foreign_key_is_not_beside_a_name_that_only_looks_alike(load: Load) -> None:
+def test_a_foreign_key_gets_no_second_hint_with_a_similar_name(load: Load) -> None:
     with pytest.raises(RecipeError) as caught:
         load(None, "train.max_epochs=3")
     assert caught.value.problems[0].hints == ('ddpforge writes `length = "3ep"` in [train]',)

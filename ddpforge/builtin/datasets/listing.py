@@ -49,7 +49,7 @@ def is_leftover(name: str) -> bool:
 
 
 def other_kind(begin: bytes) -> tuple[str, str] | None:
-    """Returns what a file is that begins like this, and what to do, if it is compressed or no text in UTF-8."""
+    """Returns the kind of a file with these first bytes, and what to do, if it is compressed or no text in UTF-8."""
     return next(((what, way) for mark, what, way in _OTHER_KINDS if begin.startswith(mark)), None)
 
 
