@@ -43,8 +43,8 @@ def find_recipe(name_or_path: str | Path) -> Path:
         return Path(text)
 
     if "=" in text or text.lstrip()[:1] == "{":
-        hints = ("in Python, read it: ddpforge.train(tomllib.loads(text), …)", "or write it to a file")
-        raise RecipeError([Diagnostic("this is the text of a recipe, not its path", hints=hints)])
+        ways = ("in Python, read it: ddpforge.train(tomllib.loads(text), …)", "or write it to a file")
+        raise RecipeError([Diagnostic("this is the text of a recipe, not its path", hints=ways)])
     exists = os.path.exists(text)
     hints = [f"write a file in this folder as `./{text}`"] if exists else did_you_mean(text, bundled())
     if (name := text.rpartition(".")[0]) and text.rpartition(".")[2].lower() in _OTHER_FORMATS:

@@ -67,9 +67,9 @@ def open_image(source: Path | bytes, *, name: object, key: str, mode: str = "RGB
         if "cannot identify" in what:
             what = f"cannot identify the file as one of {', '.join(IMAGE_FORMATS)}"
         begin = source[:32] if isinstance(source, bytes) else _begin(source)
-        found = other_kind(begin)
-        what = f"it {found[0]}" if found else what if begin else "it is empty"
-        hints = [found[1] if found else "write it again, or remove it"]
+        kind = other_kind(begin)
+        what = f"it {kind[0]}" if kind else what if begin else "it is empty"
+        hints = [kind[1] if kind else "write it again, or remove it"]
         raise UsageError(f"{name} is not an image that Pillow can read: {what}", hints=hints, key=key) from error
 
 
