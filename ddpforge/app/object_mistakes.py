@@ -173,7 +173,7 @@ def check_object(argument: str, kind: str, value: Any, path: tuple[str, ...]) ->
 
 
 def _by_name(argument: str, kind: str, name: str, path: tuple[str, ...]) -> str:
-    """Returns how a recipe names a component; for data, a text that is no name is probably a path."""
+    """Returns how a recipe names a component; for data, a text that is not a name is probably a path."""
     at = ".".join(path)
     try:
         Registry.installed().find(kind, name)

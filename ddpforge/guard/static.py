@@ -434,6 +434,13 @@ def check_max_tokens(chosen: Chosen) -> Errors:
 
 
 # ---------------------------------------------------------------------------------------------- [callbacks]
+# Methods of callbacks in Lightning, transformers and Keras.
+_OF_OTHERS = re.compile(
+    "on_(train|epoch|batch|validation|val|test|predict|fit|sanity|before|after|exception|save|load|evaluate|pre|post"
+    "|optimizer|substep|init|setup|advance|run|prediction)(_|$)"
+)
+
+
 def _check_method(name: str, callback: Callback, method: str) -> None:
     """Raises UsageError for a method `on_…` that nothing calls, or that does not accept the arguments of its calls."""
     of = f"callback `{name}`: {type(callback).__name__}.{method}"
@@ -442,6 +449,8 @@ def _check_method(name: str, callback: Callback, method: str) -> None:
         if len(inspect.getattr_static(callback, method).__qualname__.split(".")) < 2:
             return
         near = get_close_matches(method, known, n=1, cutoff=0.4)
+        if not (_OF_OTHERS.match(method) or get_close_matches(method, known, n=1, cutoff=0.8)):
+            return  # a method of the callback's own
         hints = [*(f"did you mean `{one}`?" for one in near), f"methods: {', '.join(known)}"]
         raise UsageError(f"{of} is never called", hints=hints)
     arguments = list(inspect.signature(getattr(Callback, method)).parameters)[1:]

@@ -132,13 +132,13 @@ def _found(source: object) -> tuple[Path, Source | None]:
 
 
 def raise_no_recipe(source: object) -> NoReturn:
-    """Raises UsageError for an object that is no recipe."""
+    """Raises UsageError for an object that is not a recipe."""
     message = f"a recipe is a path, a name, a dict or a loaded recipe, not {_a(source)}"
     raise UsageError(message, hints=[_as_recipe(source)])
 
 
 def _as_recipe(source: object) -> str:
-    """Returns a hint for an object that is no recipe: how to make one of it."""
+    """Returns a hint for an object that is not a recipe: how to make one of it."""
     if is_dataclass(source) and not isinstance(source, type):
         if type(source).__module__.startswith("transformers."):
             return "ddpforge recipes from-hf writes the recipe of TrainingArguments"

@@ -132,7 +132,7 @@ def _ways(path: str, files: Any) -> Iterator[str]:
     elif missing := next((one for one in named if not Path(one).exists() and "*" not in one and ":" not in one), None):
         yield from (f"data_files: {hint}" for hint in not_there(missing))
     elif not named and not Path(path).exists():
-        yield f"it is no folder in {Path.cwd()}, so it was looked up by name on the hub"
+        yield f"it is not a folder in {Path.cwd()}, so it was looked up by name on the hub"
 
 
 def load_split(path: str, split: str | None) -> Any:
