@@ -28,6 +28,12 @@ _LAZY = {
     "train": "ddpforge.app.objects",
     **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
 }
+_TRAIN = "ddpforge.train(recipe, model=…) trains, and resumes a stopped run"
+_MEANT = {
+    **dict.fromkeys(("Trainer", "fit", "resume", "trainer", "Accelerator", "Fabric"), _TRAIN),
+    **{name: f"from ddpforge.interfaces import {name}" for name in ("Callback", "Metric", "Strategy", "Task")},
+    "sweep": "ddpforge sweep RECIPE KEY=VALUE,VALUE on the command line, or ddpforge.train in a loop",
+}
 __all__ = [
     "Evaluation",
     "Outcome",
@@ -47,7 +53,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'ddpforge' has no attribute {name!r}")
+        hint = f": {_MEANT[name]}" if name in _MEANT else ""
+        raise AttributeError(f"module 'ddpforge' has no attribute {name!r}{hint}")
     return getattr(import_module(_LAZY[name]), name)
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from ddpforge import disk
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, unexpanded
 
 _STRIDE = 1 << 20  # bytes: small enough to be still in the CPU's cache when they are written after hashing
 _MOST_UNSYNCED = 1 << 30  # bytes: a longer sync could not be distinguished from a disk that hangs
@@ -240,7 +240,8 @@ def _reject_odd(status: os.stat_result) -> int:
 def reject_existing(out: Path, *, force: bool) -> None:
     """Raises UsageError if the folder of `out` is missing, or if `out` exists; `force` allows an existing file."""
     if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent}", hints=[f"mkdir -p {out.parent}"])
+        hints = unexpanded(out.parent) or [f"mkdir -p {out.parent}"]
+        raise UsageError(f"there is no folder {out.parent}", hints=hints)
     if out.is_dir() or (out.exists() and not force):
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
 

@@ -15,11 +15,14 @@
 Exceptions have a message and `hints`, each a way to mend the problem. The command line formats them.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -227,6 +230,39 @@ class PeerFailed(ForgeError):
     ) -> None:
         super().__init__(message, hints=hints)
         self.exit_code, self.launcher_prints = exit_code, launcher_prints
+
+
+# ---------------------------------------------------------------------------------------------- paths
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def unexpanded(path: str | Path) -> list[str]:
+    """Returns a hint for a path with `~` or a variable of the shell, which ddpforge does not expand; else nothing."""
+    text = str(path)
+    home = re.sub(r"^~(?=/|$)", "$HOME", text)
+    written = _VARIABLE.sub(lambda found: f"${{env:{found[1] or found[2]}}}", home)
+    if written == text:
+        return []
+    return [f'`~` and variables of the shell are not expanded: write "{written}", or in Python os.path.expanduser(…)']
+
+
+def not_there(path: str | Path) -> list[str]:
+    """Returns hints for a missing file: the entry that is there, a similar name, or the current folder."""
+    text = str(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        return [f"{text} is an address, but only files can be read: copy or mount it first"]
+    if re.match(r"[A-Za-z]:[/\\]", text):
+        return [f"{text} is a path of Windows: write it as this machine has it"]
+    if hints := unexpanded(path):
+        return hints
+    path, near = Path(path), []
+    with suppress(OSError):  # e.g. a name that is too long
+        if path.exists():
+            return [f"it is a {'folder' if path.is_dir() else 'file' if path.is_file() else 'device or a pipe'}"]
+        if path.is_symlink():
+            return [f"it is a link to {os.readlink(path)}, which does not exist"]
+        near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1)
+    return [*(f"did you mean {path.with_name(one)}?" for one in near), f"looked in {Path.cwd()}"]
 
 
 # ---------------------------------------------------------------------------------------------- optional libraries

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from textwrap import wrap
 
@@ -20,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 # Installed plugins are not part of this documentation.
 os.environ.setdefault("DDPFORGE_DISABLE_PLUGINS", ",".join(path.name for path in (ROOT / "plugins").glob("*")))
 
+import svg  # noqa: E402
 from support.architecture import HOLDS, path_of_a_step, ring, sizes  # noqa: E402
 
 KERNEL = "the order of a run, the step, data, ranks, checkpoints, run folders; single-device and DDP strategies"
@@ -35,12 +35,8 @@ PLACES = {
     "launch": (530, 400, 220, 110),
 }
 LETTER = 7.3  # width of a letter, in pixels
-STYLE = """svg { --paper: #f6f8fa; --kernel: #ddf4ff; --ink: #1b1f24; --line: #8b949e; --hook: #0550ae; }
-@media (prefers-color-scheme: dark) {
-svg { --paper: #161b22; --kernel: #0c2d4a; --ink: #e6edf3; --line: #6e7681; --hook: #79b8ff; } }
-rect { fill: var(--paper); stroke: var(--line); } rect.kernel { fill: var(--kernel); stroke-width: 2; }
-text { font: 13px system-ui, sans-serif; fill: var(--ink); } .name { font-weight: 700; font-size: 16px; }
-.hook { fill: var(--hook); }"""
+STYLE = """.ring { fill: none; stroke: var(--line); } .kernel { stroke: var(--one); stroke-width: 2; }
+text { font-size: 13px; } .name { font-weight: 700; font-size: 16px; } .hook { fill: var(--one); }"""
 
 
 def hooks() -> dict[str, list[str]]:
@@ -96,17 +92,15 @@ def drawn() -> str:
         lines = [("name", name), ("", size[name])]
         lines += [("hook", line) for group in [", ".join(given[name])] for line in wrap(group, letters)]
         lines += [("", line) for line in wrap(holds[name], letters)]
-        parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>')
-        parts += [
-            f'<text class="{style}" x="{x + 12}" y="{y + 24 + 18 * number}">{escape(line)}</text>'
-            for number, (style, line) in enumerate(lines)
-        ]
-    title = "Kernel and rings of ddpforge, each with its files, lines and hooks: " + "; ".join(
-        f"{name}, {size[name]}" for name in ORDER
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 520" width="760" height="520" role="img" '
-        f'aria-label="{escape(title)}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+        parts.append(svg.rect(x, y, width, height, "ring kernel" if name == "kernel" else "ring", rx=8))
+        parts += [svg.text(x + 12, y + 24 + 18 * number, line, style) for number, (style, line) in enumerate(lines)]
+    return svg.document(
+        760,
+        520,
+        parts,
+        title="Kernel and rings of ddpforge",
+        description="Files and lines of each: " + "; ".join(f"{name}, {size[name]}" for name in ORDER),
+        style=svg.common(STYLE),
     )
 
 

@@ -1,50 +1,67 @@
-"""Draws a run in a terminal as `docs/assets/run.svg`, the picture of the README.
+"""Draws commands in a terminal, and a report in a browser, into docs/assets: `python docs/picture.py [NAME…]`.
 
-`python docs/picture.py [PERCENT]` trains `digits` in a pseudo-terminal, and draws its screen when the progress bar has
-reached PERCENT of the steps (default: 70).
+- `run` trains `digits` in a pseudo-terminal, and draws its screen at 70 % of the steps, for the README;
+- `plan` draws the table of `ddpforge plan`;
+- `report` trains two runs and takes pictures of their report, on a light and on a dark page, with Chromium.
 """
 
+import io
 import os
 import pty
 import re
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fcntl import ioctl
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from subprocess import Popen
 from termios import TIOCSWINSZ
 
+import svg
+
 ROOT = Path(__file__).parents[1]
-COMMAND = ("run", "digits")
-COLUMNS, LINES = 100, 50
+ASSETS = ROOT / "docs/assets"
+RUN = ("run", "digits")
+PLAN = ("plan", "gpt-1-node", "--ranks", "8", "--device", "h100", "--strategies", "ddp,fsdp,deepspeed:3,pipeline")
+REPORTED = (RUN, ("run", "digits", "name=small-rate", "optimizer.lr=3e-4"))  # the runs of the report
+LINES = 50
 WIDTH, HEIGHT = 8.4, 20  # of a character, in pixels
-NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
-LIGHT = ("#1b1f24", "#b3202c", "#116329", "#7d4e00", "#0550ae", "#8a2b80", "#0b6a75", "#57606a")
-DARK = ("#8b949e", "#ff8f8f", "#56d364", "#e3b341", "#79b8ff", "#e08ad6", "#4fd1d9", "#e6edf3")
-STYLE = f"""svg {{ --paper: #f6f8fa; --ink: #1b1f24; --line: #d0d7de; LIGHT }}
-@media (prefers-color-scheme: dark) {{ svg {{ --paper: #161b22; --ink: #e6edf3; --line: #3d444d; DARK }} }}
-rect {{ fill: var(--paper); stroke: var(--line); }}
+PALETTE = {
+    "paper": svg.PALETTE["paper"],
+    "faint": svg.PALETTE["faint"],
+    "ink": svg.PALETTE["ink"],
+    "black": ("#1b1f24", "#8b949e"),
+    "red": ("#b3202c", "#ff8f8f"),
+    "green": ("#116329", "#56d364"),
+    "yellow": ("#7d4e00", "#e3b341"),
+    "blue": ("#0550ae", "#79b8ff"),
+    "magenta": ("#8a2b80", "#e08ad6"),
+    "cyan": ("#0b6a75", "#4fd1d9"),
+    "white": ("#57606a", "#e6edf3"),
+}
+NAMES = tuple(PALETTE)[3:]
+STYLE = f"""{svg.themed(PALETTE)}
+.paper {{ fill: var(--paper); stroke: var(--faint); }} .bold {{ font-weight: 700; }} .dim {{ opacity: .65; }}
 text {{ font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: var(--ink); }}
-.bold {{ font-weight: 700; }} .dim {{ opacity: .65; }}
 {" ".join(f".{name} {{ fill: var(--{name}); }}" for name in NAMES)}"""
 
 Cell = tuple[str, str]  # a character, and its classes of style
 
 
-def output() -> str:
-    """Returns everything that the run writes to its terminal."""
+def output(command: Sequence[str], columns: int = 100) -> str:
+    """Returns everything that a command of ddpforge writes to its terminal."""
     ours, its = pty.openpty()
-    ioctl(its, TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    ioctl(its, TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
     found = b""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "ddpforge", *COMMAND]
-        with Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its) as run:
+        started = [sys.executable, "-m", "ddpforge", *command]
+        with Popen(started, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its) as run:
             os.close(its)
             try:
                 while part := os.read(ours, 65536):
@@ -107,10 +124,17 @@ def chosen(text: str, percent: int) -> list[list[Cell]]:
     return found
 
 
-def drawn(screen: list[list[Cell]]) -> str:
+def table(text: str) -> list[list[Cell]]:
+    """Returns the output of a plan up to the details of each strategy."""
+    *_, screen = screens(text)
+    ends = [number for number, line in enumerate(screen) if not "".join(letter for letter, _ in line).strip()]
+    return screen[: ends[1]]
+
+
+def drawn(screen: list[list[Cell]], command: Sequence[str], about: str) -> str:
     """Returns the screen as SVG, for light and dark pages."""
-    command = [(letter, "bold") for letter in f"$ ddpforge {' '.join(COMMAND)}"]
-    lines = [command, *screen]
+    typed = [(letter, "bold") for letter in f"$ ddpforge {' '.join(command)}"]
+    lines = [typed, *screen]
     while not any(letter.strip() for letter, _ in lines[-1]):
         lines.pop()
     texts = []
@@ -118,26 +142,60 @@ def drawn(screen: list[list[Cell]]) -> str:
         column = 0
         for style, cells in groupby(line, key=lambda cell: cell[1]):
             letters = "".join(letter for letter, _ in cells)
-            place = f'x="{12 + column * WIDTH:g}" y="{28 + number * HEIGHT}" textLength="{len(letters) * WIDTH:g}"'
+            # The width is set because fonts differ; the attribute keeps spaces.
+            fixed = {"textLength": len(letters) * WIDTH, "xml:space": "preserve"}
             if letters.strip():
-                texts.append(f'<text {place} class="{style}" xml:space="preserve">{escape(letters)}</text>')
+                texts.append(svg.text(12 + column * WIDTH, 28 + number * HEIGHT, letters, style, **fixed))
             column += len(letters)
-    width, height = 24 + COLUMNS * WIDTH, 24 + HEIGHT * len(lines)
-    colors = {
-        mode: " ".join(f"--{name}: {color};" for name, color in zip(NAMES, values, strict=True))
-        for mode, values in (("light", LIGHT), ("dark", DARK))
-    }
-    style = STYLE.replace("LIGHT", colors["light"]).replace("DARK", colors["dark"])
-    title = f"A terminal with the output of `ddpforge {' '.join(COMMAND)}`: settings, evaluations and a progress bar"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}">\n<style>{style}</style>\n'
-        f'<rect x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1}" rx="6"/>\n'
-        + "\n".join(texts)
-        + "\n</svg>\n"
+    return svg.document(
+        24 + max(map(len, lines)) * WIDTH,
+        24 + HEIGHT * len(lines),
+        texts,
+        title=f"A terminal with the output of `ddpforge {' '.join(command)}`",
+        description=about,
+        style=STYLE,
     )
 
 
+def photographed(page: Path) -> dict[str, bytes]:
+    """Returns pictures of a report at the top of its page, as WebP, on a light and on a dark page."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    found = {}
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            view = browser.new_page(viewport={"width": 1000, "height": 850}, color_scheme=scheme)
+            view.goto(page.as_uri(), wait_until="load")
+            picture = io.BytesIO()
+            Image.open(io.BytesIO(view.screenshot())).save(picture, "WEBP", quality=80, method=6)
+            found[scheme] = picture.getvalue()
+    return found
+
+
+def report() -> None:
+    """Writes the pictures of a report."""
+    with tempfile.TemporaryDirectory() as folder:
+        for command in (*REPORTED, ("report", "digits", "small-rate")):
+            started = [sys.executable, "-m", "ddpforge", *command]
+            subprocess.run(started, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        for scheme, picture in photographed(Path(folder, "report.html")).items():
+            (ASSETS / f"report-{scheme}.webp").write_bytes(picture)
+
+
+def run() -> None:
+    """Writes the picture of a run."""
+    drawing = drawn(chosen(output(RUN), 70), RUN, "Settings, evaluations and a progress bar.")
+    (ASSETS / "run.svg").write_text(drawing, encoding="utf-8")
+
+
+def plan() -> None:
+    """Writes the picture of a plan."""
+    drawing = drawn(table(output(PLAN, 160)), PLAN, "Memory of a rank and time of a step under each strategy.")
+    (ASSETS / "plan.svg").write_text(drawing, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    percent = int(sys.argv[1]) if len(sys.argv) > 1 else 70
-    (ROOT / "docs" / "assets" / "run.svg").write_text(drawn(chosen(output(), percent)), encoding="utf-8")
+    for name in sys.argv[1:] or ("run", "plan", "report"):
+        {"run": run, "plan": plan, "report": report}[name]()

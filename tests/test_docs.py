@@ -33,7 +33,8 @@ from ddpforge.recipe.vocabulary import Vocabulary
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "recipes/README.md"])
+EXAMPLES = [*ROOT.glob("examples/*/README.md")]
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *EXAMPLES, ROOT / "recipes/README.md"])
 SECTIONS = "model|data|task|optimizer|schedule|strategy|train|checkpoint|track|callbacks"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

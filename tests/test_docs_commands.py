@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launched import Ranks
-from test_docs import DOCS, PAGES, ROOT, blocks, write_files
+from test_docs import DOCS, EXAMPLES, PAGES, ROOT, blocks, write_files
 from test_tutorial import shell
 
 SHORT = 'recipe = 2\nname = "tiny"\nextends = ["digits"]\n[train]\nlength = "2ep"\n'
@@ -171,6 +171,7 @@ NOT_HERE = {
 OTHER_PAGES = {
     "tutorial": "tests/test_tutorial.py",
     "custom-loss": "tests/testing/test_plugin_docs.py",
+    "gallery": "docs/gallery.py trains each, also for examples' READMEs: tests/test_gallery.py",
     "install": "tests/test_tutorial.py, and the page on `doctor`",
     "migrate": "tests/test_migrate.py",
     "why-toml": "tests/cli/test_schema.py",
@@ -203,7 +204,7 @@ def reason(command: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_is_run_or_a_reason_is_given(page: Path) -> None:
-    if page in map(path_of, RUN) or page.stem in OTHER_PAGES or page.parent.name == "recipes":
+    if page in map(path_of, RUN) or page.stem in OTHER_PAGES or page in EXAMPLES or page.parent.name == "recipes":
         return
     assert [command for command in commands(page) if command not in ("wait",) and reason(command) is None] == []
 

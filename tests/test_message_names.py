@@ -18,7 +18,7 @@ _KEY = re.compile(r"(?<![\w./`{-])(train|checkpoint)\.([a-z_]+)(?![\w(/])")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 _COMMAND = re.compile(r"`ddpforge ([a-z-]+)(?: ([a-z-]+))?")
 
-OTHERS = {"Field", "UNet"}  # of pydantic; a built-in model
+OTHERS = {"Field", "UNet", "TensorDataset"}  # of pydantic; a built-in model; of torch
 TRAIN_FILES = {"safetensors", "md", "py", "toml", "txt", "jsonl"}  # file names such as train.py
 
 

@@ -170,6 +170,12 @@ QUERIES = {
     "axolotl": "guides/language-models migrate",
     "pretrained weights": "guides/fine-tuning",
     "distillation": "guides/teachers",
+    "gallery of examples": "gallery",
+    "model zoo": "gallery",
+    "lora or full fine-tuning": "guides/choose-method",
+    "supported models": "guides/choose-method",
+    "which learning rate for dpo": "guides/choose-method",
+    "gpu memory for 8b": "guides/choose-method guides/language-models",
     "validation": "guides/evaluate",
     # distributed
     "multi gpu": "guides/launch",

@@ -28,14 +28,14 @@ from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
-from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
+from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError, says_memory_is_full
 from ddpforge.features.frozen_dtype import cast_weights
 from ddpforge.features.frozen_weights import verify_frozen
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.launchers.local import LaunchSpec, prepare_launch
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
-from ddpforge.recipe.load import as_toml
+from ddpforge.recipe.load import as_toml, raise_no_recipe, reject_text
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
@@ -72,8 +72,8 @@ def launch(
     The processes import the modules of the objects from the same folders as this one.
     Raises ForgeError if the run ended before training; the ranks print the cause on stderr.
     """
-    if nproc is not None and nproc < 1:
-        raise UsageError(f"nproc={nproc}: expected 1 process or more", hints=["omit it for one process per GPU"])
+    if nproc is not None and (not isinstance(nproc, int) or nproc < 1):
+        raise UsageError(f"nproc={nproc!r}: expected 1 process or more", hints=["omit it for one process per GPU"])
     given = GivenObjects.of(objects)
     by_reference = given.references()
     with _recipe_file(recipe) as file:
@@ -114,8 +114,10 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any] | LoadedRecipe) -> Itera
         return
     if isinstance(recipe, LoadedRecipe):
         text = recipe.dumps({file: os.path.relpath(file) for file in recipe.local_files()})
-    else:
+    elif isinstance(recipe, Mapping):
         text = as_toml(recipe)
+    else:
+        raise_no_recipe(recipe)
     with NamedTemporaryFile("w", dir=".", prefix=".recipe-", suffix=".toml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -136,7 +138,7 @@ def evaluate(
     `ddpforge.train` needs the same objects again: `model`, `task`, `eval_data`, `callbacks`. For the other arguments
     see `ddpforge.app.evaluate.evaluate`. Raises ForgeError.
     """
-    folder, registry = RunFolder.find(str(run)), GivenObjects.of(objects).registry()
+    folder, registry = RunFolder.find(_place(run)), GivenObjects.of(objects).registry()
     return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only, registry=registry)
 
 
@@ -159,8 +161,13 @@ def predict(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: expected 1 sample or more", hints=["omit it for all samples"])
+    given: Any = out
+    if not isinstance(given, str | Path):
+        hints = ["to predict new inputs: ddpforge.load(run, …).model()(inputs)"]
+        raise UsageError(f"out is a {type(out).__name__}, not the path of a file for the predictions", hints=hints)
+    reject_text("data", data)
     return evaluation.predict(
-        RunFolder.find(str(run)),
+        RunFolder.find(_place(run)),
         Path(out),
         **_chosen(checkpoint),
         weights=weights,
@@ -190,7 +197,7 @@ def load(
 
     Raises UsageError if there is no such checkpoint, or no such weights.
     """
-    path, registry = Path(run), GivenObjects.of(objects).registry()
+    path, registry = Path(_place(run)), GivenObjects.of(objects).registry()
     if not is_checkpoint(path):
         folder = RunFolder.find(str(run))
         return _opened(folder, choose(folder, **_chosen(checkpoint)), weights, registry)
@@ -200,6 +207,16 @@ def load(
     if not folder.exists():
         raise UsageError(f"{run} is not in a run's folder; the recipe in that folder is needed to build the model")
     return _opened(folder, path, weights, registry)
+
+
+def _place(run: Any) -> str:
+    """Returns the path or the name of a run; raises UsageError for another object."""
+    if isinstance(run, str | Path):
+        return str(run)
+    hints = ["give outcome.folder"] if isinstance(run, Outcome) else ["give its folder, or its name in runs/"]
+    raise UsageError(
+        f"run is {'an' if isinstance(run, Outcome) else 'a'} {type(run).__name__}, not a path", hints=hints
+    )
 
 
 def _components(registry: Registry, kind: str, component: Any) -> Iterator[Any]:
@@ -264,7 +281,15 @@ class TrainedRun:
         """
         model = self.bare()
         model.load_state_dict(self._state(model), strict=True)
-        return model.to(device).eval()
+        try:
+            return model.to(device).eval()
+        except (RuntimeError, AssertionError) as error:
+            if says_memory_is_full(error) or str(device) == "cpu":
+                raise
+            first = str(error).splitlines()[0][:200]
+            raise UsageError(
+                f"device={str(device)!r}: {first}", hints=['expected "cpu", "cuda" or "cuda:1"']
+            ) from error
 
     def bare(self) -> nn.Module:
         """Returns the model with its initial weights, as at the start of the run."""

@@ -226,7 +226,8 @@ def check_sets(recipe: Recipe, only: Sequence[str]) -> None:
     """Raises UsageError if the recipe has no evaluation set, or lacks one in `only`."""
     known = [name for name in recipe.data.evaluations if name]
     if not recipe.data.evaluations:
-        raise UsageError("the recipe has no evaluation set: add [data.eval]")
+        hints = ["it is part of the run's recipe: a run that is trained with eval_data=… has one"]
+        raise UsageError("the recipe has no evaluation set: add [data.eval]", hints=hints)
     for name in only:
         if name not in known:
             there = [f"it has {', '.join(known)}"] if known else ["its only evaluation set [data.eval] has no name"]

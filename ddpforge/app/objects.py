@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
+from ddpforge.app.object_mistakes import (
+    check_list_of_callbacks,
+    check_named_data,
+    check_object,
+    is_function,
+    of_parameters,
+    unknown_argument,
+)
 from ddpforge.app.run import Outcome, RunOptions, run_loaded
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import OBJECT, Registry
@@ -47,21 +55,6 @@ class Objects(TypedDict, total=False):
     callbacks: Sequence[Any]
 
 
-_ARGUMENTS = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), 'set train.length = "5ep" in the recipe'),
-    **dict.fromkeys(("batch_size", "global_batch"), "set train.global_batch in the recipe"),
-    **dict.fromkeys(("lr", "learning_rate"), "set optimizer.lr in the recipe"),
-    **dict.fromkeys(("metrics", "compute_metrics"), 'set task.metrics = ["accuracy"] in the recipe'),
-    **dict.fromkeys(("loss", "loss_fn", "criterion"), "give the loss as task=…"),
-    **dict.fromkeys(
-        ("train_dataset", "data", "dataset", "train_loader", "train_dataloader"), "give it as train_data=…"
-    ),
-    **dict.fromkeys(("eval_dataset", "val_data", "val_dataset", "test_data", "val_loader"), "give it as eval_data=…"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "give it as schedule=…, a function of the step"),
-    **dict.fromkeys(("callback",), "give a list: callbacks=[…]"),
-}
-
-
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "model": ("model", ("model",)),
     "task": ("task", ("task",)),
@@ -87,23 +80,18 @@ class GivenObjects:
         """Checks the objects and names them; raises UsageError for an object that cannot be used."""
         given = {name: value for name, value in objects.items() if value is not None}
         if unknown := sorted(given.keys() - Objects.__annotations__.keys()):
-            meant = [_ARGUMENTS[unknown[0]]] if unknown[0] in _ARGUMENTS else []
-            raise UsageError(
-                f"a run has no argument `{unknown[0]}`", hints=[*meant, f"objects: {', '.join(_TABLES)}, callbacks"]
-            )
+            raise unknown_argument(unknown[0], given[unknown[0]], [*_TABLES, "callbacks"])
         found = cls({}, {}, {})
         for name, (kind, path) in _TABLES.items():
             value = given.get(name)
             if isinstance(value, dict) and value and kind == "data":
-                if name == "train_data":
-                    _reject_splits(value)
+                check_named_data(name, value)
                 for key, one in value.items():
                     found._add(f"{name}[{key!r}]", kind, (*path, str(key)), one)
             elif value is not None:
                 found._add(name, kind, path, value)
         callbacks: Any = given.get("callbacks", ())
-        if not isinstance(callbacks, list | tuple):
-            raise UsageError(f"callbacks is a {type(callbacks).__name__}, not a list", hints=["callbacks=[…]"])
+        check_list_of_callbacks(callbacks)
         for one in callbacks:
             words = _WORDS.sub("_", _class_of(one).__name__).lower()
             number = sum(
@@ -166,7 +154,7 @@ class GivenObjects:
         yield
 
     def _add(self, argument: str, kind: str, path: tuple[str, ...], value: Any) -> None:
-        _check(argument, kind, value)
+        check_object(argument, kind, value, path)
         table: Any = self.tables
         for key in path[:-1]:
             table = table.setdefault(key, {})
@@ -218,16 +206,12 @@ def _is_factory(kind: str, value: Any) -> bool:
     """True for a class, or a function that returns the component; False for the component itself."""
     if kind == "schedule":
         return isinstance(value, type) or next(iter(inspect.signature(value).parameters), "") in ("step", "horizon")
-    return isinstance(value, type) or (_is_function(value) and KINDS[kind].mismatch(value) is not None)
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, type | partial) or inspect.isroutine(value)
+    return isinstance(value, type) or (is_function(value) and KINDS[kind].mismatch(value) is not None)
 
 
 def _of_params(value: Any) -> Any:
     """Returns an optimizer's function whose first parameter is called `params`, as that of torch's classes is."""
-    first, *others = inspect.signature(value).parameters.values()
+    first, *others = of_parameters(value)
     if first.name == "params":
         return value
 
@@ -318,83 +302,6 @@ def _source(value: Any) -> str:
 
 
 _PLAIN = (bool, int, float, str, tuple, list, dict)
-
-
-# ---------------------------------------------------------------------------------------------- mistakes
-def _check(argument: str, kind: str, value: Any) -> None:
-    """Raises UsageError for an object of another kind, with what to give instead."""
-    import torch
-    from torch.utils.data import DataLoader
-
-    noun = KINDS[kind].noun or kind
-    if isinstance(value, str):
-        hints = [f"write the name in the recipe: {{{argument!r}: {{'use': {value!r}}}}}"]
-        raise UsageError(f"{argument} is the text {value!r}, not an object", hints=hints)
-    if isinstance(value, DataLoader):
-        hints = [
-            f"give its dataset: {argument}=loader.dataset",
-            "the recipe sets the batch size (train.global_batch), the order ([data.sampler]) and data.workers",
-            "a `collate_fn` is a method `collate(samples)` of the dataset",
-        ]
-        raise UsageError(f"{argument} is a DataLoader, which ddpforge makes itself", hints=hints)
-    if isinstance(value, torch.optim.Optimizer):
-        raise UsageError(
-            f"{argument} is an optimizer that was built already; ddpforge builds it over the parameters of each rank",
-            hints=["give a function: optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)", "or write [optimizer]"],
-        )
-    if kind == "model" and isinstance(value, torch.nn.Module):
-        _check_model(value)
-    if kind == "data" and isinstance(value, dict):
-        raise UsageError(
-            f"{argument} is a dict, not a dataset" if value else f"{argument} is an empty dict",
-            hints=["give a dataset, or a dict of datasets by name"],
-        )
-    if kind == "task" and isinstance(value, torch.nn.Module) and hasattr(value, "reduction"):
-        return
-    if KINDS[kind].mismatch(value) is None or _is_function(value):
-        return
-    raise UsageError(
-        f"{argument} is {_described(value)}, not a {noun}",
-        hints=[f"give {_EXPECTED.get(kind, f'a {noun}')}, or a function that returns one"],
-    )
-
-
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-
-
-def _reject_splits(sources: dict[Any, Any]) -> None:
-    """Raises UsageError for the splits of one dataset: as sources, samples for evaluation would be trained on."""
-    if splits := [key for key in sources if key in _SPLITS]:
-        raise UsageError(
-            f"train_data is a dict with the split {splits[0]!r}; a dict has sources that are all trained on",
-            hints=[f"give one split: train_data=datasets[{splits[0]!r}], eval_data=…", "or give sources other names"],
-        )
-
-
-_EXPECTED = {
-    "model": "a torch.nn.Module",
-    "task": "a ddpforge.interfaces.Task",
-    "data": "a dataset: an object with __len__ and __getitem__, or with __iter__",
-    "optimizer": "a function of the parameters, e.g. functools.partial(torch.optim.AdamW, lr=1e-3)",
-}
-
-
-def _check_model(model: Any) -> None:
-    import torch
-
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        raise UsageError(f"model is wrapped in {type(model).__name__}", hints=["give model.module: ddpforge wraps it"])
-    away = next((one for one in model.parameters() if one.device.type not in ("cpu", "meta")), None)
-    if away is not None:
-        raise UsageError(
-            f"model is on {away.device}, but ddpforge moves a model from the CPU to the device of its rank",
-            hints=["give the model before model.to(…); train.device sets the device"],
-        )
-
-
-def _described(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def train(

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from ddpforge.app.attempt import Attempt, Outcome
 from ddpforge.app.build import build_alike, check_chosen
 from ddpforge.app.choose import choose
 from ddpforge.components.registry import Registry
-from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
+from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError, UsageError
 from ddpforge.interfaces import World
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks import join as ranks_join
@@ -53,6 +53,8 @@ class RunOptions:
     def check(self) -> StepWindow | None:
         """Returns the steps to profile. Raises UsageError for an option of another form."""
         reject_text("allow_change", self.allow_change)
+        if not isinstance(self.fresh, bool):
+            raise UsageError(f"fresh={self.fresh!r}: expected True or False")
         seconds_of(self.max_time)
         return StepWindow.parse(self.profile) if self.profile else None
 
@@ -66,6 +68,7 @@ def run(
     allow_change: Sequence[str] = (),
     max_time: str | None = None,
     profile: str | None = None,
+    **objects: Never,
 ) -> Outcome:
     """Trains a recipe with the ranks that the launcher's environment describes. Call it on every rank.
 
@@ -81,6 +84,9 @@ def run(
     Raises ForgeError for all expected failures; a RecipeError is raised before anything starts. See `train` for objects
     of Python.
     """
+    if objects:
+        given = ", ".join(f"{name}=…" for name in objects)
+        raise UsageError(f"`run` takes only a recipe, not {given}", hints=[f"ddpforge.train(recipe, {given})"])
     loaded = load_recipe(recipe, sets=sets)
     with loaded.locating():
         return run_loaded(loaded, Registry.installed(), RunOptions(out, fresh, allow_change, max_time, profile))

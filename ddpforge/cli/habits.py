@@ -47,8 +47,10 @@ class _Shown(click.UsageError):
 
 def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
+    if isinstance(error, click.MissingParameter) and error.param and error.param.name == "run":
+        yield f"ddpforge {command} NAME, or its folder; ddpforge runs ls lists the runs"
     if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
-        yield from _recipes(str(command))
+        yield from _recipes(error.ctx.command_path.partition(" ")[2] if error.ctx else "")
     if "'loss' is not one of 'model'" in error.message:
         yield "a loss is a task, or a function that the recipe names: ddpforge plugins new task NAME"
     if "'gpu' is not one of 'cpu', 'cuda'" in error.message:
@@ -63,7 +65,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
         elif command not in groups and (meant := _meant(_words()["commands"], found[1])):
             yield meant
         elif found[1].endswith(".toml"):
-            yield f"ddpforge run {found[1]}"
+            yield f"ddpforge {'data show' if command == 'data' else 'run'} {found[1]}"
+    if re.search(r"No such option '--?\w+=", error.message):
+        yield "write KEY=VALUE without dashes"
     if "unexpected extra argument" in error.message and error.ctx:
         words = next((one for one in error.ctx.command.params if one.name == "words"), None)
         extra = re.search(r"extra arguments? \(([^ )]*)", error.message)
@@ -73,6 +77,14 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield "separate strategies with commas: --strategies ddp,fsdp,deepspeed:stage=3"
         elif words and command == "sweep":
             yield "separate the values of a key with commas: optimizer.lr=1e-3,1e-2"
+        elif command == "predict" and extra and re.search(r"\.(jsonl|parquet|csv)$", extra[1]):
+            yield f"write the file as an option: -o {extra[1]}"
+        elif command == "generate":
+            yield "write --prompt TEXT"
+        elif words and extra and (pair := re.match(r"([\w.]+):(\S+)", extra[1])):
+            yield f"write {pair[1]}={pair[2]}"
+        elif words and extra and re.fullmatch(r"[\w.]+", extra[1]):
+            yield f"write KEY=VALUE without spaces: {extra[1]}=VALUE"
         elif words:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
@@ -88,6 +100,8 @@ def _of_option(name: str, command: str) -> Iterator[str]:
         yield "write --gpus-per-node N, or --nproc N for ranks on each node, and --nodes N"
     elif known in words["flags"]["ranks"]:
         yield "write --nproc N" if command == "launch" else "ddpforge launch RECIPE --nproc N starts several processes"
+    elif known in ("checkpoint", "ckpt", "epoch") and command in ("eval", "predict", "export", "generate"):
+        yield "write --best, or --step N; without, it is the newest checkpoint"
     elif known in words["flags"]["resume"]:
         yield "the same command resumes a stopped run; checkpoint.init_from begins with other weights"
     elif hint := _meant(words["hints"], known):

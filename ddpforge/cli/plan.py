@@ -317,7 +317,7 @@ def _seconds(value: float) -> str:
     if value >= 60:
         return span(value)
     name, unit = next(one for one in (("s", 1), ("ms", 1e-3), ("µs", 1e-6)) if value >= one[1] or one[1] == 1e-6)
-    return f"{value / unit:.2g} {name}"
+    return f"{float(f'{value / unit:.2g}'):g} {name}"  # 280 ms, not 2.8e+02
 
 
 def _operations(count: float) -> str:

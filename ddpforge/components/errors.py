@@ -68,7 +68,12 @@ class UnknownComponent(PluginError):
 
 _CALLED = {  # names of ddpforge's components in other libraries, by kind; without "_" and "-"
     "model": {"transformer": "gpt", "feedforward": "mlp", "linear": "mlp", "convnet": "cnn"},
-    "data": {"mnist": "torchvision", "cifar10": "torchvision", "imagefolder": "torchvision", "webdataset": "tar"},
+    "data": {"mnist": "torchvision", "cifar10": "torchvision", "imagefolder": "torchvision", "webdataset": "tar"}
+    | dict.fromkeys(("cifar10", "cifar100", "imagenet", "fashionmnist", "stl10", "svhn", "emnist"), "torchvision")
+    | dict.fromkeys(("json", "jsonl", "pandas", "arrow", "dataset", "loaddataset"), "hugging_face")
+    | dict.fromkeys(("excel", "xlsx", "tsv", "table", "tabular", "dataframe"), "csv")
+    | dict.fromkeys(("images", "folder", "imagedir", "image"), "image_folder")
+    | dict.fromkeys(("txt", "textfile", "corpus"), "text"),
     "sampler": {"random": "shuffled", "shuffle": "shuffled", "distributed": "shuffled", "inorder": "sequential"},
     "task": {
         **dict.fromkeys(("ce", "crossentropy", "crossentropyloss"), "classification"),
@@ -145,6 +150,14 @@ def _elsewhere(kind: str, use: str) -> Iterator[str]:
         yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
     elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
         yield "install ddpforge-transformers for the models of transformers"
+    elif kind == "callback" and name in ("modelcheckpoint", "checkpoint", "checkpointing", "savebest"):
+        yield 'checkpoints are [checkpoint]: every, and keep = { last = 1, best = 1, monitor = "eval/loss" }'
+    elif kind == "callback" and name in ("learningratemonitor", "lrmonitor", "progressbar", "tqdmprogressbar"):
+        yield "learning rates and progress are always shown and logged: remove it"
+    elif kind == "data" and name in ("json", "jsonl"):
+        yield 'write use = "hugging_face", path = "json" and data_files = "FILE"; for chats use = "chat"'
+    elif kind == "data" and name in ("numpy", "npy", "npz", "hdf5", "h5", "lmdb", "sqlite", "sql", "zarr", "pickle"):
+        yield 'write a class with __len__ and __getitem__ that reads the file: use = "./my_data.py:MyData"'
     elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
         yield 'for datasets of Hugging Face, write use = "hugging_face" with path, split and columns'
     elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):

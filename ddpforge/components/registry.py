@@ -31,7 +31,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, installed_path, is_beside_a_recipe, module_name
-from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install, says_memory_is_full
+from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, not_there, pip_install, says_memory_is_full
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:
@@ -194,16 +194,15 @@ class Registry:
                 hints=[f"did you mean `{name}`?" for name in near],
             )
         if _is_built(component):
-            name = type(component).__name__
             raise broken(
-                f"is an object of the class {name}, not a class",
-                hints=[
-                    f'write use = "{location}:{name}", if its constructor needs only options of the recipe',
-                    "or write a function that returns the object, and name the function",
-                ],
+                f"is an object of the class {type(component).__name__}, not a class",
+                hints=_to_name(kind, location, attribute, component, module),
             )
         if not callable(component):
-            raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
+            raise broken(
+                f"is a value of type `{type(component).__name__}`, which cannot be called",
+                hints=_to_name(kind, location, attribute, component, module),
+            )
         return cast(Callable[..., Any], KINDS[kind].adopt(component))
 
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
@@ -222,13 +221,19 @@ class Registry:
         try:
             return options_model(component, frozenset(KINDS[kind].given), self, base)
         except PluginError as breach:
+            hints = ["every option of a component is a keyword parameter with a type that TOML can write"]
+            if kind == "schedule" and "optimizer" in inspect.signature(component).parameters:
+                hints = [
+                    f"schedulers of torch change an optimizer; ddpforge has schedules: {', '.join(self.names(kind))}",
+                    "or name a function of the step that returns the factor of the learning rate",
+                ]
             raise BrokenComponent(
                 kind,
                 use,
                 breach.message,
                 entry=self.find(kind, use),
                 cause=breach.__cause__,
-                hints=["every option of a component is a keyword parameter with a type that TOML can write"],
+                hints=hints,
             ) from breach
 
     def takes(self, kind: str, component: NamedComponent, parameter: str) -> bool:
@@ -277,6 +282,9 @@ class Registry:
         except Exception as error:
             if says_memory_is_full(error):
                 raise
+            if isinstance(error, OSError) and error.filename and not where_raised(error):  # e.g. no permission
+                message = f"{kind} `{component.use}`: {str(error.filename)[:200]}: {error.strerror}"
+                raise PluginError(message, hints=not_there(os.fsdecode(error.filename))) from error
             raise BuildFailed(kind, component.use, error) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
@@ -298,6 +306,23 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+def _to_name(kind: str, location: str, attribute: str, built: object, module: object) -> list[str]:
+    """Returns hints for an object that a recipe names instead of a class or a function."""
+    of = type(built)
+    if of.__name__ == "DataLoader":
+        return [f'name its dataset: write def dataset(): return {attribute}.dataset, and use = "{location}:dataset"']
+    if kind == "optimizer":
+        return ["name a function of the parameters, e.g. `torch.optim:SGD`, with its options in [optimizer]"]
+    if kind == "task" and of.__module__.startswith("torch."):
+        return ['name a task, or the function: use = "classification", use = "torch.nn.functional:cross_entropy"']
+    if isinstance(built, str | int | float | type(None)):
+        return []
+    hints = [f'write a function that returns it, def build(): return {attribute}, and use = "{location}:build"']
+    if getattr(module, of.__name__, None) is of and of.__module__ == getattr(module, "__name__", ""):
+        hints.insert(0, f'write use = "{location}:{of.__name__}", if its constructor needs only options of the recipe')
+    return hints
 
 
 def _is_built(component: object) -> bool:
@@ -400,7 +425,12 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
             hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
         )
     if not is_file or file.suffix != ".py":
-        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
+        near = [f"did you mean `./{file.relative_to(folder)}.py:Name`?"] if file.with_suffix(".py").is_file() else []
+        if not near and not there and file.parent.is_dir():
+            beside = get_close_matches(file.name, [one.name for one in file.parent.glob("*.py")], n=1)
+            near = [*(f"did you mean `./{(file.parent / one).relative_to(folder)}`?" for one in beside)]
+        what = f"is not {'a Python file' if there else 'there'}"
+        raise broken(f"cannot be loaded: {file} {what}", hints=near or ["write `./file.py:Name`"])
     return file
 
 
@@ -417,8 +447,8 @@ def build(registry: Registry, kind: str, component: NamedComponent, **given: Any
     if expected := KINDS[kind].mismatch(built):
         name = type(built).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
-        raise WrongKind(
-            f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
-            hints=["see `ddpforge.interfaces` for the requirements of each kind"],
-        )
+        hints = ["see `ddpforge.interfaces` for the requirements of each kind"]
+        if kind == "task" and getattr(built, "reduction", "") in ("mean", "sum", "none"):
+            hints = ['for losses of torch, name the function, e.g. use = "torch.nn.functional:cross_entropy"']
+        raise WrongKind(f"{kind} `{component.use}` is {article} {name}, and must be {expected}", hints=hints)
     return built

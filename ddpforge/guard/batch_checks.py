@@ -116,7 +116,11 @@ def _tensors(batch: Any, name: str = "the tensor") -> Iterator[tuple[str, Tensor
 
 def nonfinite_inputs(error: Exception, module: nn.Module, batch: Any, key: str) -> str:
     """Describes inputs that explain a gradient that is not finite; "" if there are none, or for any other error."""
-    return nonfinite_values(batch) if isinstance(error, Diverged) else ""
+    if not isinstance(error, Diverged):
+        return ""
+    odd = (name for name, one in module.named_parameters() if not bool(torch.isfinite(one.detach()).all()))
+    weights = next((f"the weight `{name}` was NaN or infinite before the step" for name in odd), "")
+    return f"the data: {found}" if (found := nonfinite_values(batch)) else weights
 
 
 CHECKS = (("", raise_if_batch_explains), ("", nonfinite_inputs))

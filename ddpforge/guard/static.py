@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ddpforge.components.local_code import component_name
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError, pip_install
-from ddpforge.interfaces import DeviceKind, Metric, Unsupported
+from ddpforge.interfaces import Callback, DeviceKind, Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, no_sampler_of_streams, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
@@ -242,6 +243,12 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
     kind, use = type(optimizer).__name__, f'optimizer "{component.use}"'
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{use} returns a {kind}, not a torch.optim.Optimizer", key=f"{key}.use")
+    if any(one is not group["params"][0] for settings in optimizer.param_groups for one in settings["params"]):
+        raise UsageError(
+            f"{use} updates other parameters than the model's, so the model would not change",
+            hints=["use the argument of the function: lambda params: torch.optim.SGD(params, lr=0.1)"],
+            key=f"{key}.use",
+        )
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     if any(parameter.default is parameter.empty for parameter in parameters[:1]):
         raise UsageError(
@@ -427,12 +434,43 @@ def check_max_tokens(chosen: Chosen) -> Errors:
 
 
 # ---------------------------------------------------------------------------------------------- [callbacks]
+# Methods of callbacks in Lightning, transformers and Keras.
+_OF_OTHERS = re.compile(
+    "on_(train|epoch|batch|validation|val|test|predict|fit|sanity|before|after|exception|save|load|evaluate|pre|post"
+    "|optimizer|substep|init|setup|advance|run|prediction)(_|$)"
+)
+
+
+def _check_method(name: str, callback: Callback, method: str) -> None:
+    """Raises UsageError for a method `on_…` that nothing calls, or that does not accept the arguments of its calls."""
+    of = f"callback `{name}`: {type(callback).__name__}.{method}"
+    known = [one for one in vars(Callback) if one.startswith("on_")]
+    if method not in known:
+        if len(inspect.getattr_static(callback, method).__qualname__.split(".")) < 2:
+            return
+        near = get_close_matches(method, known, n=1, cutoff=0.4)
+        if not (_OF_OTHERS.match(method) or get_close_matches(method, known, n=1, cutoff=0.8)):
+            return  # a method of the callback's own
+        hints = [*(f"did you mean `{one}`?" for one in near), f"methods: {', '.join(known)}"]
+        raise UsageError(f"{of} is never called", hints=hints)
+    arguments = list(inspect.signature(getattr(Callback, method)).parameters)[1:]
+    try:
+        inspect.signature(getattr(callback, method)).bind(*arguments)
+    except TypeError as error:
+        written = ", ".join(["self", *arguments])
+        raise UsageError(f"{of} is called with {', '.join(arguments)}", hints=[f"def {method}({written})"]) from error
+    except ValueError:  # a method without a signature
+        return
+
+
 def check_callbacks(chosen: Chosen) -> Errors:
     """Yields errors for callbacks of an older contract or that the strategy cannot serve, and for missing metrics."""
     contract = None if chosen.strategy is MISSING else contract_of(chosen.strategy)
     for name, callback in chosen.callbacks.items():
         try:
             check_callback(name, callback, contract, _CALLABLE, trains=chosen.trains)
+            for method in (one for one in dir(type(callback)) if one.startswith("on_")):
+                _check_method(name, callback, method)
         except ForgeError as error:
             error.key = f"callbacks.{name}"
             yield error

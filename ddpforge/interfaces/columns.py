@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, not_there
 
 __all__ = ["column", "numbers"]
 
@@ -63,7 +63,7 @@ def _attribute(data: Any, by: str, option: str) -> Any:
 
 def _file(path: Path, option: str) -> NDArray[Any]:
     if not path.is_file():
-        raise SetupError(f"{option}: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"{option}: there is no file {path}", hints=not_there(path))
     try:
         if path.suffix == ".npy":
             return np.asarray(np.load(path, allow_pickle=False))

@@ -27,7 +27,7 @@ def seconds_of(max_time: str | None) -> float:
     if max_time is None:
         return math.inf
     try:
-        duration = Duration.parse(max_time)
+        duration = Duration.parse(str(max_time))
     except ValueError:
         duration = Duration(0, "s")
     if not duration.is_time or duration.value <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddpforge.errors import Diagnostic, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError, not_there, unexpanded
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.toml import Origin
 
@@ -42,6 +42,9 @@ def find_recipe(name_or_path: str | Path) -> Path:
         require_file(Path(text), text)
         return Path(text)
 
+    if "=" in text or text.lstrip()[:1] == "{":
+        ways = ("in Python, read it: ddpforge.train(tomllib.loads(text), …)", "or write it to a file")
+        raise RecipeError([Diagnostic("this is the text of a recipe, not its path", hints=ways)])
     exists = os.path.exists(text)
     hints = [f"write a file in this folder as `./{text}`"] if exists else did_you_mean(text, bundled())
     if (name := text.rpartition(".")[0]) and text.rpartition(".")[2].lower() in _OTHER_FORMATS:
@@ -66,11 +69,12 @@ def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
         if (path / "run.json").is_file():
             hints = [f"it is a run; to resume it: ddpforge runs resume {label}"]
     elif not os.path.isdir(path.parent):
-        message, hints = f"no such recipe: `{label}`", [f"there is no folder `{Path(label).parent}`"]
+        hints = unexpanded(label) or [f"there is no folder `{Path(label).parent}`"]
+        message = f"no such recipe: `{label}`"
     else:
         message = f"no such recipe: `{label}`"
         hints = did_you_mean(path.stem, [name.removesuffix(".toml") for name in beside])
-        hints = [hint.replace("`?", ".toml`?") for hint in hints]
+        hints = [hint.replace("`?", ".toml`?") for hint in hints] or not_there(path)
     if origin is None and path.stem in bundled():
         hints.append(f"`{path.stem}` without a path is a recipe that ships with ddpforge")
 

@@ -210,8 +210,10 @@ def _assignment(text: str) -> Layers:
     """Builds the layer of one `--set`: its value is TOML, or a bare word (a string without quotes)."""
     source = Source("--set", text, Path.cwd())
     key, _, value = (part.strip() for part in text.partition("="))
-    if not key or not value or not text.isprintable() or key.startswith("#"):
+    if not key or not value or not text.isprintable() or key[:1] in ("#", "+"):
         hint = "write --set section.key=value, e.g. --set train.length=5ep"
+        if key[:1] == "+" and value:
+            hint = f"a key needs no + to be added: {text.lstrip('+')}"
         problem = Diagnostic(f"`{printable(text)}` is not KEY=VALUE", "--set", source.at(0, len(text)), (hint,))
         raise RecipeError([problem])
 

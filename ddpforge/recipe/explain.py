@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pydantic_core import ErrorDetails
 
 from ddpforge.components.errors import located
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import OBJECT, Registry
 from ddpforge.errors import Diagnostic, PluginError, SourceSpan
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SOURCES, Layers, inside, kind_at, used_name
@@ -112,6 +112,8 @@ class Explainer:
             is_duration = self.vocabulary.takes_duration(path)
             needs_unit = is_duration and _NUMBER.fullmatch(str(value))
             hints = [*self._share(path, value), self._unit(path, value)] if needs_unit else []
+            if isinstance(value, dict) and (used := next((value[one] for one in foreign_use() if one in value), None)):
+                hints.append(f"write use = {shown(used)}")
             if is_duration and (meant := duration_meant(value)):
                 hints.append(f'write {dotted(path[-1:])} = "{meant}"')
             self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *instead_of_never(path, value))
@@ -166,6 +168,8 @@ class Explainer:
         else:
             message = f"missing key `{key}` {self._in(table)}"
             hints = [f"{key}: {field.description}"] if field and field.description else []
+            if table and str(self._use(table)).startswith(OBJECT):
+                hints = [f"set {dotted(path)} in the recipe, or give the object with it: functools.partial(…, {key}=…)"]
             if path in self.layers.dropped:
                 value, use = self.layers.dropped[path]
                 again = f"{dotted(path)} = {shown(value)}"
@@ -196,10 +200,19 @@ class Explainer:
             yield f"write {key}{value.lower()}"
         elif isinstance(value, float) and expected == "an integer" and value.is_integer():
             yield f"write {key}{int(value)}"
+        elif isinstance(value, list) and expected == "a table" and path == ("callbacks",):
+            yield "each callback is a table, e.g. [callbacks.ema]"
+        elif isinstance(value, str) and path == ("track",):
+            yield f"each tracker is a table, e.g. [track.{value if value.isidentifier() else 'wandb'}]"
         elif isinstance(value, bool | int | float) and expected == "a string":
             yield f'add quotes: {key}"{shown(value)}"'
+        elif expected == "an array" and isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"it has several values, in brackets: {key}[{shown(value)}, …]"
         elif expected == "an array" and not isinstance(value, dict):
             yield f"put it in brackets: {key}[{shown(value)}]"
+        elif self._kind_at(path) == "data" and isinstance(value, str) and re.search(r"[./]", value):
+            kind = "csv" if value.endswith(".csv") else "parquet" if value.endswith(".parquet") else "…"
+            yield f'a path is an option: [{dotted(path)}] with use = "{kind}" and path = {shown(value)}'
         elif self._kind_at(path) and isinstance(value, str):
             yield f"name a component by `use`: {dotted(path)}.use = {shown(value)}"
         elif self._kind_at(path):

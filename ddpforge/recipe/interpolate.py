@@ -109,7 +109,8 @@ class _Filling:
         elif body.startswith("vars."):
             self.report(path, f"`{dotted(path)}`: a variable cannot refer to a variable")
         else:
-            self.report(path, f"`{dotted(path)}`: `{match[0]}` is not a reference", _FORMS)
+            near = [f"for the environment variable, write ${{env:{body}}}"] if body.isidentifier() else []
+            self.report(path, f"`{dotted(path)}`: `{match[0]}` is not a reference", *near, _FORMS)
         return match[0]
 
     def environment(self, path: KeyPath, reference: str, env: re.Match[str], used: _Used) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import Diagnostic, ForgeError, RecipeError, SourceSpan, UsageError
@@ -85,6 +86,13 @@ def reject_text(name: str, value: Sequence[str]) -> None:
         raise UsageError(f"{name} is a dict, but must be a list", hints=[f"{name} = {pairs!r}"])
     if isinstance(value, str):
         raise UsageError(f"{name} is the string {value!r}, but must be a list", hints=[f"{name} = [{value!r}]"])
+    if not isinstance(value, list | tuple) or any(not isinstance(one, str) for one in value):
+        odd = (
+            next((one for one in value if not isinstance(one, str)), value)
+            if isinstance(value, list | tuple)
+            else value
+        )
+        raise UsageError(f"{name} holds {_a(odd)}, but is a list of texts", hints=[f'{name} = ["…", "…"]'])
 
 
 def load_recipe(
@@ -119,9 +127,62 @@ def _found(source: object) -> tuple[Path, Source | None]:
     if isinstance(source, Mapping):
         return Path("recipe.toml"), Source("dict", as_toml(source), Path.cwd())
     if not isinstance(source, str | Path):
-        hints = ["give objects by name: ddpforge.train(recipe, model=…)"]
-        raise UsageError(f"a recipe is a path, a name, a dict or a loaded recipe, not {_a(source)}", hints=hints)
+        raise_no_recipe(source)
     return find_recipe(source), None
+
+
+def raise_no_recipe(source: object) -> NoReturn:
+    """Raises UsageError for an object that is not a recipe."""
+    message = f"a recipe is a path, a name, a dict or a loaded recipe, not {_a(source)}"
+    raise UsageError(message, hints=[_as_recipe(source)])
+
+
+def _as_recipe(source: object) -> str:
+    """Returns a hint for an object that is not a recipe: how to make one of it."""
+    if is_dataclass(source) and not isinstance(source, type):
+        if type(source).__module__.startswith("transformers."):
+            return "ddpforge recipes from-hf writes the recipe of TrainingArguments"
+        return "make a dict of it: dataclasses.asdict(…), with the keys of a recipe"
+    if type(source).__module__.startswith("omegaconf."):
+        return "make a dict of it: OmegaConf.to_container(…), with the keys of a recipe"
+    if type(source).__name__ in ("Namespace", "SimpleNamespace"):
+        return "make a dict of it: vars(…), with the keys of a recipe"
+    return "the recipe comes first, and objects by name: ddpforge.train(recipe, model=…)"
+
+
+_ARGUMENTS = {
+    "model": "model",
+    "task": "task",
+    "optimizer": "optimizer",
+    "schedule": "schedule",
+    "strategy": "strategy",
+}
+
+
+def _instead(value: Any, path: KeyPath) -> str:
+    """Returns what to write in a recipe instead of an object of Python."""
+    kind = type(value).__module__.partition(".")[0]
+    if path[:2] == ("task", "metrics"):
+        use = f"{type(value).__module__}:{type(value).__name__}"
+        return f'name each metric, e.g. ["accuracy"], or by its class: [{{"use": "{use}", …}}]'
+    if isinstance(value, set | frozenset):
+        return f"write a list: {sorted(map(str, value))}"
+    if path[0] in _ARGUMENTS and len(path) == 1:
+        return f"give objects by name: ddpforge.train(recipe, {path[0]}=…)"
+    if path[:1] == ("data",) and len(path) == 2:
+        return f"give objects by name: ddpforge.train(recipe, {path[1]}_data=…)"
+    if path[:1] == ("callbacks",):
+        return "give objects by name: ddpforge.train(recipe, callbacks=[…])"
+    if isinstance(value, timedelta):
+        return f'write a duration: "{value.total_seconds():g}s"'
+    if kind == "torch" and type(value).__name__ in ("dtype", "device"):
+        name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(
+            str(value)[6:], str(value).partition(":")[0]
+        )
+        return f'write its name: "{name}"'
+    if (hasattr(value, "item") and getattr(value, "size", None) in (1, ())) or getattr(value, "ndim", None) == 0:
+        return f"write it as a number of Python: {value.item()!r}"
+    return "a recipe holds numbers, texts, lists and tables"
 
 
 def _a(value: object) -> str:
@@ -163,10 +224,7 @@ def _item(value: Any, path: KeyPath, problems: list[Diagnostic]) -> Any:
     if isinstance(value, Path):
         return str(value)
     if type(value) not in (bool, int, float, str):
-        hints = (
-            "a recipe holds numbers, texts, lists and tables",
-            "give objects by name: ddpforge.train(recipe, model=…)",
-        )
+        hints = (_instead(value, path),)
         message = f"`{dotted(path)}` is {_a(value)}, which a recipe cannot hold"
         problems.append(Diagnostic(message, dotted(path), hints=hints))
         return ""

@@ -168,7 +168,7 @@ class StepWindow:
     @classmethod
     def parse(cls, text: str) -> StepWindow:
         """Parses "20..25", "20" or "20..25,all"; raises UsageError for any other text."""
-        match = _WINDOW.fullmatch(text)
+        match = _WINDOW.fullmatch(str(text))
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise UsageError(
                 f"--profile {text} names no steps", hints=['expected e.g. "20..25", or "20..25,all" for all ranks']

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
 from ddpforge.components.kinds import KINDS
+from ddpforge.errors import unexpanded
 from ddpforge.interfaces.durations import Duration
 
 VERSION = 2
@@ -49,6 +50,8 @@ def reject_remote(value: str) -> None:
     """Raises ValueError for an address such as "s3://bucket/x", and for control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
         raise ValueError("must be a folder of a file system; to copy it to an address, set checkpoint.mirror")
+    if unexpanded(value):
+        raise ValueError("has `~` or a variable, which only a shell expands; in Python: os.path.expanduser, expandvars")
     on_one_line(value)
 
 
@@ -66,6 +69,10 @@ def on_one_line(value: str) -> str:
 
 
 def _inside(value: str) -> str:
+    if unexpanded(value):
+        raise ValueError(
+            "must be a relative folder below the current one, without `~` and variables; use `--out DIR` for any other"
+        )
     reject_remote(value)
     parts = value.replace("\\", "/").split("/")
     if value.startswith(("/", "~")) or ".." in parts or not value.strip() or "\0" in value:

@@ -309,6 +309,10 @@ def _syntax_hints(line: str, error: str, before: Sequence[str]) -> Iterator[str]
         closed = next(((number, key) for number, key in above if key.split(".") == names[: key.count(".") + 1]), None)
         if closed and len(names) > closed[1].count(".") + 1:
             yield f"the inline table `{closed[1]}` of line {closed[0]} {_CLOSED.format(closed[1])}"
+        elif re.match(r"\s*\[", line) and any(re.match(r"\s*" + re.escape(line.strip()), one) for one in before):
+            yield f"the table {line.strip()} is there twice: move the keys of both into one"
+        elif re.match(r"\s*\[", line) and "overwrite" in error:
+            yield "it is a value above, so it cannot be a table as well: keep one of the two"
         else:
             yield "it is set twice: keep one of the two"
     elif re.search("[\u201c\u201d\u201e\u2018\u2019\xab\xbb]", outside):  # curly and angled ones
@@ -321,6 +325,21 @@ def _syntax_hints(line: str, error: str, before: Sequence[str]) -> Iterator[str]
         yield "in double quotes a backslash begins an escape: write the text in single quotes, or a path with /"
     elif not bare and (number := re.search(r"(?<![\w.])[-+]?(\.\d+|\d+\.(?!\d))", outside)):
         yield f"a number needs digits on both sides of its point: {float(number[0])}"
+    elif bare and (comment := re.search(r"\s+(//|--|;)\s", bare[2])):
+        yield f"a comment begins with #: {bare[1]} = {bare[2][: comment.start()]}  # …"
+    elif bare and (end := re.fullmatch(r"(.*?)\s*[;,]", bare[2])):
+        yield f"a line has no {bare[2][-1]!r} at its end: {bare[1]} = {end[1]}"
+    elif bare and bare[2][:1] in "=>:":
+        yield f"TOML writes `key = value`: {bare[1]} = {bare[2].lstrip('=>: ')}"
+    elif bare and re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", bare[2]):
+        yield f"a number has no commas: {bare[1]} = {bare[2].replace(',', '_')}"
+    elif bare and re.fullmatch(r"[-+]?0\d+", bare[2]):
+        yield f"a number does not begin with 0: {bare[1]} = {int(bare[2])}"
+    elif bare and (number := re.fullmatch(r"([-+]?)(\d*)\.(\d*)(e[-+]?\d+)", bare[2], re.IGNORECASE)):
+        parts = f"{number[1]}{number[2] or 0}.{number[3] or 0}{number[4]}"
+        yield f"a number needs digits on both sides of its point: {bare[1]} = {parts}"
+    elif bare and re.fullmatch(r"[\d.\s()_]+([-+*/%][\d.\s()_]+)+", bare[2]):
+        yield "TOML does not calculate: write the result"
     elif bare and bare[2] in _LOWER_CASE:
         yield f"write {bare[1]} = {_LOWER_CASE[bare[2]]}"
     elif bare and bare[2] in ("None", "null", "nil"):
@@ -329,6 +348,17 @@ def _syntax_hints(line: str, error: str, before: Sequence[str]) -> Iterator[str]
         yield f"a number needs digits on both sides of its point: {bare[1]} = {float(bare[2])}"
     elif bare:
         yield f'text needs quotes: {bare[1]} = "{bare[2]}"'
+    elif found := re.fullmatch(r"\s*\[+\s*([\w.\"-]+)\s*(\]*)\s*(.*)", line):
+        after = ", and its keys on the lines below" if found[2] else ""
+        yield f"a header is alone on its line, with its closing bracket: [{found[1].strip(chr(34))}]{after}"
+    elif re.match(r"\s*[\w.-]+\s*=\s*[rRfFbBuU]+[\"']", line):
+        yield "text has no letter before its quotes: \"text\" or 'text'"
+    elif re.match(r"\s*[\w.-]+\s*=\s*(\"[^\"]*\"|'[^']*')\s*\S", line):
+        yield "after a text the line ends; a comment begins with #"
+    elif re.match(r"\s*[\w.-]+\s*=\s*\[[^\]]*[\"'\d]\s+[\"'\d]", line):
+        yield "the elements of an array are separated by commas"
+    elif "Expected '='" in error and ":" not in line and re.match(r"\s*\w", line):
+        yield "a line is `key = value`; a key has letters, digits, `_` and `-`, and no spaces"
     elif re.match(r"\s*[\w-]+\s*:", line):
         yield "TOML writes `key = value`, not `key: value`"
     elif re.fullmatch(r"\s*[\w.-]+\s*=\s*(#.*)?", line):

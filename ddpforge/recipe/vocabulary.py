@@ -73,6 +73,9 @@ class Vocabulary:
         table, key = path[:-1], str(path[-1])
         near = nearest(key, self.keys(table))
         foreign = foreign_keys().get(key.lower())
+        own = foreign_options().get(key.lower(), [])
+        if meant_here := next((one for one in own if one in self.keys(table)), None):
+            return [f"did you mean `{meant_here}`?"], {(*table, meant_here)}
         if section and foreign and foreign.path:  # it is a key here, not a section
             foreign = None
         hints: list[str] = []
@@ -81,7 +84,7 @@ class Vocabulary:
         if section and (name := foreign_sections().get(key.lower())):
             hints.append(f"did you mean [{name}]?")
             meant.add(tuple(name.split(".")))
-        elif near and not (foreign and foreign.path == (*table, near)):
+        elif near and not foreign:
             name = f"[{dotted((*table, near))}]" if section else f"`{near}`"
             hints.append(f"did you mean {name}?")
             meant.add((*table, near))
@@ -151,6 +154,16 @@ def foreign_keys() -> dict[str, Foreign]:
         meant = tuple(row["meant"].split(".")) if "meant" in row else ()
         hints |= dict.fromkeys(row["aliases"], Foreign(row["hint"], meant))
     return hints
+
+
+@cache
+def foreign_options() -> dict[str, list[str]]:
+    """Returns the names of ddpforge's options for an option of another tool, in lower case."""
+    found: dict[str, list[str]] = {}
+    for option, aliases in _other_tools()["options"].items():
+        for alias in aliases:
+            found.setdefault(alias, []).append(option)
+    return found
 
 
 @cache

@@ -42,7 +42,7 @@ from typing_extensions import TypedDict
 
 from ddpforge import disk
 from ddpforge.components.local_code import neighbours
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, unexpanded
 from ddpforge.machine import is_locked
 from ddpforge.runs.environment import describe_environment, without_launcher
 from ddpforge.runs.metrics import renamed_metric
@@ -240,6 +240,8 @@ class RunFolder:
         """
         from ddpforge.recipe.schema import reject_remote
 
+        if out is not None and not isinstance(out, str | Path):
+            raise UsageError(f"out={out!r}: expected the path of a folder")
         try:
             reject_remote(str(out or recipe.output_dir))
         except ValueError as error:
@@ -259,6 +261,8 @@ class RunFolder:
             f"there is no run {run!r}: it is neither a run's folder nor the name of a run in {runs}/",
             hints=[
                 *(["it is a recipe: give the folder of a run, or its name"] if run.endswith(".toml") else []),
+                *unexpanded(run),
+                *(["it is a file; a run is a folder"] if Path(run).is_file() and not run.endswith(".toml") else []),
                 f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}",
             ],
         )

@@ -41,7 +41,11 @@ def check_data(data: Any) -> Reader | None:
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
             hints=["see `ddpforge.interfaces.Data` for the methods of a dataset"],
         )
-    if hasattr(data, "__len__") and len(data) == 0:
+    try:
+        is_empty = hasattr(data, "__len__") and len(data) == 0
+    except TypeError as error:
+        raise PluginError(f"{type(data).__name__}.__len__ must return a whole number: {error}") from error
+    if is_empty:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
     return reader
 

@@ -138,7 +138,7 @@ class Stepping:
         found = (check_together("failed_pass", error, model, one.data, "") for one in self.drawn)
         mine = next(filter(None, chain.from_iterable(found)), "")
         everywhere = self._run.world.global_ranks.all_gather_object(mine)
-        return [f"look at the data: on rank {rank}, {found}" for rank, found in enumerate(everywhere) if found]
+        return [f"on rank {rank}, {found}" for rank, found in enumerate(everywhere) if found]
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterable[MicroBatch]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,15 +246,15 @@ def test_losses_of_torch_are_tasks(task: Any) -> None:
             "functools.partial(torch.optim.AdamW",
         ),
         ({"model": nn.DataParallel(Net())}, "model is wrapped in DataParallel", "give model.module"),
-        ({"model": "cnn"}, "model is the text 'cnn'", "write the name in the recipe: {'model': {'use': 'cnn'}}"),
+        ({"model": "cnn"}, "model is the text 'cnn'", "write the name in the recipe: {'model.use': 'cnn'}"),
         ({"model": 3}, "model is an int, not a model", "give a torch.nn.Module, or a function that returns one"),
         ({"model": {"width": 3}}, "model is a dict", "give a torch.nn.Module"),
         ({"model": DATA}, "model is a TensorDataset", "give a torch.nn.Module"),
         ({"train_data": 5}, "train_data is an int, not a dataset", "an object with __len__ and __getitem__"),
         ({"task": Net()}, "task is a Net, not a task", "a ddpforge.interfaces.Task"),
         ({"schedule": 0.5}, "schedule is a float, not a schedule", "or a function that returns one"),
-        ({"callbacks": Counting()}, "callbacks is a Counting, not a list", "callbacks=[…]"),
-        ({"callbacks": [object()]}, "callbacks is an object, not a callback", "give a callback"),
+        ({"callbacks": Counting()}, "callbacks is a Counting, not a list", "callbacks=[Counting()]"),
+        ({"callbacks": [object()]}, "callbacks is an object, not a callback", "derives from"),
         (
             {"train_data": {"train": DATA}},
             "train_data is a dict with the split 'train'",
@@ -261,13 +262,149 @@ def test_losses_of_torch_are_tasks(task: Any) -> None:
         ),
         ({"train_data": {}}, "train_data is an empty dict", "give a dataset, or a dict of datasets by name"),
         ({"train_data": {"a": {}}}, r"train_data\['a'\] is an empty dict", "give a dataset"),
-        ({"dataset": DATA}, "a run has no argument `dataset`", "give it as train_data"),
+        ({"dataset": DATA}, "a run has no argument `dataset`", "give train_data=…"),
+        ({"epochs": 3}, "a run has no argument `epochs`", 'set train.length = "3ep" in the recipe'),
+        ({"batch_size": 32}, "a run has no argument", "set train.global_batch = 32 in the recipe"),
+        ({"lr": 0.5}, "a run has no argument", "set optimizer.lr = 0.5 in the recipe"),
+        ({"fp16": True}, "a run has no argument", 'set train.precision = "fp16" in the recipe'),
+        ({"precision": "bf16"}, "a run has no argument", "set train.precision in the recipe"),
+        ({"criterion": nn.MSELoss()}, "a run has no argument", "give task=…"),
+        ({"scheduler": 1}, "a run has no argument", "give schedule=…, a function of the step"),
+        ({"nproc": 2}, "a run has no argument", "ddpforge.launch(recipe, nproc=2, …)"),
+        ({"collate_fn": len}, "a run has no argument", "a method `collate(samples)`"),
+        ({"wandb": True}, "a run has no argument", "'track.wandb.project'"),
+        ({"strategy": "fsdp"}, "strategy is the text 'fsdp'", "{'strategy.use': 'fsdp'}"),
+        ({"task": "cross_entropy"}, "task is the text", "{'task.use': 'classification'}"),
+        ({"train_data": "x.csv"}, "train_data is the text", "'path': 'x.csv'"),
+        ({"train_data": Path("x.csv")}, "train_data is a PosixPath", "'path': 'x.csv'"),
+        (
+            {"strategy": nn.parallel.DistributedDataParallel},
+            "is the class",
+            "'strategy.use': 'ddp'",
+        ),
+        ({"model": nn.Linear(8, 3, device="meta")}, "model is on the meta device", "build it on the CPU"),
+        ({"model": torch.relu}, "model is the function relu", "give a torch.nn.Module"),
+        ({"task": nn.CrossEntropyLoss}, "task is the class CrossEntropyLoss", "task=nn.CrossEntropyLoss()"),
+        ({"task": lambda model, batch: 0}, "task is a function of model, batch", "ddpforge.interfaces.Task"),
+        ({"optimizer": lambda: 0}, "a function without an argument", "lambda params:"),
+        (
+            {"optimizer": functools.partial(torch.optim.SGD, rate=1)},
+            "does not accept rate",
+            "options of torch's SGD",
+        ),
+        ({"optimizer": functools.partial(torch.optim.SGD, [], lr=1)}, "has its parameters already", "leave them out"),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, "the scheduler StepLR of torch", "'schedule.use': 'cosine'"),
+        (
+            {"sampler": torch.utils.data.RandomSampler(DATA)},
+            "sampler is a RandomSampler",
+            "'data.sampler.use': 'shuffled'",
+        ),
+        ({"train_data": (one for one in DATA)}, "gives its samples only once", "a list of the samples"),
+        ({"eval_data": zip(INPUTS, INPUTS, strict=True)}, "gives its samples only once", "a list of the samples"),
+        ({"train_data": (INPUTS, INPUTS)}, "a tuple of tensors", "TensorDataset"),
+        (
+            {"train_data": {"x": INPUTS, "y": INPUTS}},
+            "a dict of tensors",
+            "TensorDataset(train_data['x'], train_data['y'])",
+        ),
+        ({"eval_data": [DATA, DATA]}, "a list of datasets", "give a dict by name"),
+        ({"train_data": [DataLoader(DATA)]}, "holds a DataLoader", "loader.dataset"),
+        ({"train_data": TensorDataset}, "is the class TensorDataset", "give an instance"),
+        ({"callbacks": {"a": Counting()}}, "callbacks is a dict", "list(callbacks.values())"),
+        ({"callbacks": "ema"}, "callbacks is a str", "{'callbacks.ema.use': 'ema'}"),
+        ({"callbacks": [lambda info: None]}, "a function of info, not a callback", "ddpforge.interfaces.Callback"),
+        ({"callbacks": [[Counting()]]}, "callbacks is a list, not a callback", "give one list"),
     ],
 )
 def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         ddpforge.train(RECIPE, **objects)
     assert hint in "; ".join(caught.value.hints)
+
+
+def test_a_table_of_pandas_is_refused_with_a_dataset_in_its_place() -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"a": [1.0], "y": [0]})
+    with pytest.raises(UsageError, match="train_data is a DataFrame of pandas, not a dataset") as caught:
+        ddpforge.train(RECIPE, model=Net(), train_data=frame)
+    assert "TensorDataset(torch.tensor(frame" in caught.value.hints[0]
+
+
+def test_an_optimizer_over_another_models_parameters_is_refused() -> None:
+    made = functools.partial(lambda other, _: torch.optim.SGD(other, lr=0.1), list(Net().parameters()))
+    with pytest.raises(ForgeError, match="updates other parameters than the model"):
+        ddpforge.train(RECIPE, model=Net(), train_data=DATA, optimizer=made)
+
+
+def test_a_loss_of_torch_that_does_not_fit_the_targets_is_explained() -> None:
+    with pytest.raises(ForgeError, match=r"MSELoss does not accept outputs float32 \[8, 3\] with targets int64") as e:
+        ddpforge.train(RECIPE, model=Net(), train_data=DATA, task=nn.MSELoss())
+    assert "cross_entropy" in e.value.__notes__[1]
+
+
+class Mistyped(Callback):
+    def on_train_epoch_end(self, *arguments: Any) -> None:
+        """Is never called."""
+
+
+class Short(Callback):
+    def on_step(self) -> None:  # type: ignore[override]
+        """Lacks an argument."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "message", "hint"),
+    [
+        (Mistyped(), "Mistyped.on_train_epoch_end is never called", "methods: on_start"),
+        (Short(), "Short.on_step is called with info", "def on_step(self, info)"),
+    ],
+)
+def test_a_method_of_a_callback_that_cannot_be_called_is_refused(callback: Callback, message: str, hint: str) -> None:
+    with pytest.raises(ForgeError, match=message) as caught:
+        ddpforge.train(RECIPE, model=Net(), train_data=DATA, callbacks=[callback])
+    assert hint in "; ".join(caught.value.__notes__)
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = Net()
+    nn.init.constant_(model.layers[0].weight, float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(ForgeError, match="not finite") as caught:
+        ddpforge.train(RECIPE, model=model, train_data=DATA)
+    assert "the weight `layers.0.weight` was NaN or infinite before the step" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "hint"),
+    [
+        (lambda: ddpforge.run(RECIPE, model=Net()), "`run` takes only a recipe", "ddpforge.train(recipe, model=…)"),
+        (lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, out="~/runs"), "which only a shell expands", ""),
+        (
+            lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, out=3),
+            "out=3: expected the path of a folder",
+            "",
+        ),  # type: ignore[arg-type]
+        (lambda: ddpforge.run("digits", fresh="no"), "fresh='no': expected True or False", ""),  # type: ignore[arg-type]
+        (lambda: ddpforge.run("digits", max_time=60), "60 is not a time with a unit", ""),  # type: ignore[arg-type]
+        (lambda: ddpforge.run("digits", sets=[("a", 1)]), "sets holds a tuple", ""),  # type: ignore[list-item]
+        (lambda: ddpforge.launch(RECIPE, nproc="2"), "nproc='2': expected 1 process or more", ""),  # type: ignore[arg-type]
+        (lambda: ddpforge.launch(len), "a recipe is a path", "the recipe comes first"),  # type: ignore[arg-type]
+        (lambda: ddpforge.load(None), "run is a NoneType, not a path", "its name in runs/"),  # type: ignore[arg-type]
+        (lambda: ddpforge.load("~/runs/a"), "there is no run", "${env:HOME}/runs/a"),
+        (lambda: ddpforge.predict("a", [1]), "out is a list, not the path", "model()(inputs)"),  # type: ignore[arg-type]
+        (lambda: ddpforge.run('name = "x"'), "this is the text of a recipe", "tomllib.loads"),
+        (lambda: ddpforge.run({"task": {"metrics": [len]}}), "which a recipe cannot hold", "name each metric"),
+        (lambda: ddpforge.run({"optimizer": {"lr": torch.tensor(0.5)}}), "is a Tensor", "a number of Python: 0.5"),
+        (lambda: ddpforge.run({"train": {"precision": torch.bfloat16}}), "is a dtype", 'write its name: "bf16"'),
+        (lambda: ddpforge.run({"optimizer": torch.optim.SGD}), "is a type", "ddpforge.train(recipe, optimizer=…)"),
+        (lambda: ddpforge.run(SimpleNamespace(lr=1)), "not a SimpleNamespace", "vars(…)"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_form_are_refused_with_what_to_write(
+    call: Callable[[], Any], message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert message in caught.value.message
+    assert hint in "; ".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from support.isolated import apart
 
 from ddpforge.cli import main
+from ddpforge.cli.plan import _seconds
 from ddpforge.recipe import load_recipe
 
 RECIPE = """\
@@ -69,6 +70,13 @@ def test_a_table_has_a_row_for_every_strategy(recipe: str) -> None:
     assert "batch: 256 per step = 128 per forward pass × 1 accumulation × 2 ranks" in said
     assert [line.split()[0] for line in said.splitlines() if line.startswith(("ddp ", "fsdp "))] == ["ddp", "fsdp"]
     assert "sends per step, all_reduce over 2 ranks: 340.0 kB" in said  # 85,002 × 4 bytes × 2 · (2 - 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2801, "280 ms"), (0.00296, "3 ms"), (0.9996, "1000 ms"), (1.25, "1.2 s"), (4e-6, "4 µs")]
+)
+def test_the_time_of_a_step_has_two_digits_and_no_exponent(seconds: float, text: str) -> None:
+    assert _seconds(seconds) == text
 
 
 def test_json_has_the_sizes_in_bytes(recipe: str) -> None:

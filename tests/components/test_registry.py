@@ -502,6 +502,33 @@ def test_local_file_without_a_usable_component_is_reported(folder: Path, use: st
     assert said in broken("model", use, folder).message
 
 
+@pytest.mark.parametrize(
+    ("kind", "use", "hint"),
+    [
+        (
+            "model",
+            "./net.py:built",
+            'write a function that returns it, def build(): return built, and use = "./net.py:build"',
+        ),
+        ("model", "./net.py:own", 'write use = "./net.py:Net", if its constructor needs only options'),
+        ("data", "./net.py:loader", "name its dataset: write def dataset(): return loader.dataset"),
+        ("data", "./net.py:samples", "write a function that returns it, def build(): return samples"),
+        ("optimizer", "./net.py:sgd", "name a function of the parameters, e.g. `torch.optim:SGD`"),
+        ("task", "./net.py:loss", 'use = "torch.nn.functional:cross_entropy"'),
+        ("model", "./nett.py:Net", "did you mean `./net.py`?"),
+        ("model", "./net:Net", "did you mean `./net.py:Name`?"),
+    ],
+)
+def test_an_object_of_a_script_has_a_hint_with_what_to_write(folder: Path, kind: str, use: str, hint: str) -> None:
+    write(
+        folder / "net.py",
+        "import torch\nfrom torch import nn\nclass Net(nn.Module): ...\nbuilt, own = nn.Linear(1, 1), Net()\n"
+        "sgd, loss = torch.optim.SGD(built.parameters(), lr=0.1), nn.CrossEntropyLoss()\nsamples = [(0, 1)]\n"
+        "loader = torch.utils.data.DataLoader(samples)\n",
+    )
+    assert hint in "; ".join(broken(kind, use, folder).hints)
+
+
 def test_local_file_loads_after_its_error_is_fixed(folder: Path) -> None:
     file = write(folder / "net.py", "\n\nimport no_such_requirement\n")
     error = broken("model", "./net.py:Net", folder)

@@ -34,6 +34,11 @@ Load = Callable[..., LoadedRecipe]
         ("strategy.zero_stage", "stage = 1"),
         ("train.save_every", 'every = "1ep"` in [checkpoint]'),
         ("model.type", "keys of [model]: use"),
+        ("train.evaluation_strategy", 'eval_every = "1'),
+        ("train.accelerator", "the device is `device` in [train]"),
+        ("train.limit_train_batches", "--dry-run 5"),
+        ("train.sequence_len", "e.g. `block_size`"),
+        ("train.max_epochs", 'length = "1ep"'),
     ],
 )
 def test_the_hint_for_a_foreign_key_has_ddpforges_name(load: Load, key: str, said: str) -> None:
@@ -43,6 +48,43 @@ def test_the_hint_for_a_foreign_key_has_ddpforges_name(load: Load, key: str, sai
     (problem,) = caught.value.problems
     assert problem.key == key
     assert any(said in hint for hint in problem.hints)
+
+
+def test_a_foreign_key_gets_no_second_hint_with_a_similar_name(load: Load) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(None, "train.max_epochs=3")
+    assert caught.value.problems[0].hints == ('ddpforge writes `length = "3ep"` in [train]',)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message", "hint"),
+    [
+        (["output_dir=~/runs"], "without `~` and variables; use `--out DIR`", ""),
+        (["output_dir=$SCRATCH/runs"], "without `~` and variables; use `--out DIR`", ""),
+        (
+            ["data.train.path=${DATA}/x"],
+            "`${DATA}` is not a reference",
+            "for the environment variable, write ${env:DATA}",
+        ),
+        (["track=wandb"], "[track] must be a table", "[track.wandb]"),
+        (["callbacks=[1]"], "[callbacks] must be a table", "[callbacks.ema]"),
+        (["data.train=x.csv"], "[data.train] must be a table", 'use = "csv" and path = "x.csv"'),
+        (["+train.seed=1"], "is not KEY=VALUE", "a key needs no + to be added: train.seed=1"),
+        (
+            ["callbacks.model_checkpoint.every=1"],
+            "no callback named `model_checkpoint`",
+            "checkpoints are [checkpoint]",
+        ),
+    ],
+)
+def test_values_in_a_wrong_form_have_a_hint_with_what_to_write(
+    load: Load, sets: list[str], message: str, hint: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(None, *sets)
+    (problem,) = caught.value.problems
+    assert message in problem.message
+    assert hint in "; ".join(problem.hints)
 
 
 @pytest.mark.parametrize(

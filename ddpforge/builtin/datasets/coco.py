@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ddpforge.builtin.datasets.files import ClassNames, unknown_class
 from ddpforge.builtin.datasets.images import open_image, pixels
-from ddpforge.errors import SetupError, UsageError, library
+from ddpforge.errors import SetupError, UsageError, library, not_there
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class CocoDetection:
     ) -> None:
         library("PIL", "images")
         if not annotations.is_file():
-            raise SetupError(f"annotations: there is no file {annotations}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(f"annotations: there is no file {annotations}", hints=not_there(annotations))
         self.folder, self.flip = images, flip
         try:
             found = json.loads(annotations.read_text(encoding="utf-8-sig"))
@@ -100,7 +100,7 @@ class CocoDetection:
             raise SetupError(f"annotations: {annotations} has no images")
         first = images / self.files[0].file
         if not first.is_file():
-            raise SetupError(f"images: there is no file {first}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(f"images: there is no file {first}", hints=not_there(first))
         self.classes = len(self.class_names)
         self.random, self.forkable = flip, True
 

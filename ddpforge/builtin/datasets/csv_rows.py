@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.builtin.datasets.listing import other_kind
+from ddpforge.errors import SetupError, UsageError, not_there
 
 __all__ = ["Rows", "is_number", "not_a_number", "numbers"]
 
@@ -20,19 +21,6 @@ _LONGEST = 2**26  # characters of a line: a file without line breaks would fill 
 _BEGIN = 2**16  # bytes that are looked at before the file is read
 _SHOWN = 20  # columns in a message
 _DELIMITERS = {",": ",", ";": ";", "\\t": "\t", "|": "|"}  # as a recipe writes them
-
-# Files of another kind, by their first bytes, and what to do with them. Longer marks come first.
-_OTHER_KINDS = (
-    (b"\x1f\x8b", "is compressed with gzip", "unpack it: gunzip FILE"),
-    (b"PK\x03\x04", "is a zip archive or a workbook (.xlsx)", "unpack it, or export its sheet as CSV"),
-    (b"BZh", "is compressed with bzip2", "unpack it: bunzip2 FILE"),
-    (b"\xfd7zXZ", "is compressed with xz", "unpack it: unxz FILE"),
-    (b"\x28\xb5\x2f\xfd", "is compressed with zstandard", "unpack it: unzstd FILE"),
-    (b"PAR1", "is a parquet file", 'set use = "parquet"'),
-    (b"\xff\xfe\x00\x00", "is text in UTF-32", "write it as UTF-8: iconv -f UTF-32 -t UTF-8"),
-    (b"\xff\xfe", "is text in UTF-16", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "is text in UTF-16", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
-)
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _PLAIN = re.compile(r"[-+.0-9eE \t]*", re.ASCII)  # cells that `float` accepts and Python alone writes have others
@@ -57,7 +45,7 @@ class Rows:
         """Reads the header."""
         if not path.is_file():
             what = "is not a regular file" if path.exists() else "does not exist"
-            raise SetupError(f"path: there is no file {path}: it {what}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(f"path: there is no file {path}: it {what}", hints=not_there(path))
         _reject_other_kind(path)
         _, names = next(_read(path, delimiter), (1, []))
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -81,8 +69,12 @@ class Rows:
         hints = [f"{self.path} has {', '.join(shown)}{' …' * (len(self.names) > _SHOWN)}"]
         if not self.names:
             hints = [f"{self.path} is empty; its first line must have the names of the columns"]
+        elif any(map(is_number, self.names)) or self.names[0][:1] in ("#", "[", "{", "<"):
+            hints.insert(0, "its first line must have the names of the columns")
         if near := next((one for one in self.names if one.strip() == name.strip()), None):
             hints.insert(0, f"the header has {near!r}, with spaces: remove them")
+        elif near := next((one for one in self.names if one.casefold() == name.casefold()), None):
+            hints.insert(0, f"did you mean {near!r}?")
         for written, delimiter in _DELIMITERS.items():
             if delimiter != self.delimiter and name in self.delimiter.join(self.names).split(delimiter):
                 hints.insert(0, f'its columns are separated by "{written}": set delimiter = "{written}"')
@@ -127,9 +119,8 @@ def _reject_other_kind(path: Path) -> None:
     """Raises UsageError for a file that is compressed, a table of another kind, or text in another encoding."""
     with path.open("rb") as file:
         begin = file.read(_BEGIN)
-    for mark, what, way in _OTHER_KINDS:
-        if begin.startswith(mark):
-            raise UsageError(f"{path} {what}, not CSV in UTF-8", hints=[way], key="path")
+    if found := other_kind(begin):
+        raise UsageError(f"{path} {found[0]}, not CSV in UTF-8", hints=[found[1]], key="path")
     if b"\0" in begin:
         line = begin[: begin.index(b"\0")].count(b"\n") + 1
         raise UsageError(

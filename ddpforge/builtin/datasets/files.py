@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.listing import listed
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, not_there
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,7 +129,9 @@ def find_files(path: str, suffix: str) -> list[Path]:
     missing = next((one for one in found if not one.is_file()), None)
     if missing or not found:
         what = f"no such file: {missing}" if missing else f"no file matches {path}"
-        raise SetupError(f"path: {what}", hints=[f"looked in {Path.cwd()}"])
+        if not missing and Path(path).is_dir():
+            raise SetupError(f"path: no file in the folder {path} ends in {suffix}")
+        raise SetupError(f"path: {what}", hints=not_there(missing or path))
     return found
 
 

@@ -13,8 +13,8 @@ from pydantic import Field
 from ddpforge.builtin.datasets.csv_rows import Rows, is_number, not_a_number, numbers
 from ddpforge.builtin.datasets.files import ClassNames, InBatches, Labeled, unknown_class
 from ddpforge.builtin.datasets.images import open_image, pixels
-from ddpforge.builtin.datasets.listing import LeftOut, files_below, is_leftover
-from ddpforge.errors import SetupError, UsageError, library
+from ddpforge.builtin.datasets.listing import BINARY, LeftOut, files_below, is_leftover
+from ddpforge.errors import SetupError, UsageError, library, not_there
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CSVTable", "ImageFolder"]
 
 _LARGEST = 3.4028234e38  # of float32
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
@@ -57,10 +58,21 @@ class ImageFolder:
         library("PIL", "images")
         if any(values is not None and len(values) != 3 for values in (mean, std)):
             raise ValueError("mean: mean and std have three values, for red, green and blue")
+        if mean and max(map(abs, mean)) > 1 and (not std or max(std) > 1):
+            raise ValueError("mean: mean and std are of pixels in [0, 1]: divide them by 255")
         if not path.is_dir():
-            raise SetupError(f"path: there is no folder {path}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(
+                f"path: there is no folder {path}",
+                hints=["unpack it first"] if path.suffix in BINARY and path.is_file() else not_there(path),
+            )
         self.labeled, left = labeled, LeftOut(path)
         own = _class_folders(path, left) if labeled else []
+        if own and _SPLITS.issuperset(one.lower() for one in own):
+            raise UsageError(
+                f"path: the folders of {path} are splits, not classes: {', '.join(own)}",
+                hints=[f'name one for each dataset: path = "{path / own[0]}"'],
+                key="path",
+            )
         self.class_names = list(class_names or own)
         number = {name: place for place, name in enumerate(self.class_names)}
         if unknown := next((name for name in own if name not in number), None):
@@ -68,6 +80,13 @@ class ImageFolder:
         folders = [(path / name, number[name]) for name in own] or [(path, 0)] * (not labeled)
         self.files = [(file, label) for folder, label in folders for file in files_below(folder, _SUFFIXES, left=left)]
         left.warn()
+        empty = set(own) - {self.class_names[label] for _, label in self.files if own}
+        if self.files and empty and not class_names:
+            raise UsageError(
+                f"path: {path / min(empty)} has no image, so its class could not be learned",
+                hints=["put images into it, or remove the folder", "or set `class_names`, if it is meant"],
+                key="path",
+            )
         if not self.files:
             hints = [f"put images into {path}/{'CLASS/' * labeled}", f"their names end in {', '.join(_SUFFIXES)}"]
             if labeled and files_below(path, _SUFFIXES, left=LeftOut(path), deep=False):
@@ -149,6 +168,12 @@ class CSVTable(InBatches):
 
         rows = Rows.of(path, delimiter)
         self.input_names = list(inputs or [name for name in rows.names if name != target])
+        if not inputs and any(not name.strip() for name in self.input_names):
+            raise UsageError(
+                f"inputs: a column of {path}:1 has no name, such as the row numbers that pandas writes",
+                hints=["write the file without them: to_csv(…, index=False)", "or set `inputs` to the columns to use"],
+                key="inputs",
+            )
         aim = rows.place(target, "target") if labeled else None
         places = [rows.place(name, "inputs") for name in self.input_names]
         if not places:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, numeric
-from ddpforge.errors import SetupError, UsageError, library
+from ddpforge.errors import SetupError, UsageError, library, not_there, unexpanded
 from ddpforge.interfaces import ShardedDataset
 
 if TYPE_CHECKING:
@@ -115,8 +115,24 @@ def _loaded(path: str, name: str | None, split: str, streaming: bool, options: M
             return datasets.load_dataset(path, name, split=split, **options), None
         builder = datasets.load_dataset_builder(path, name, **options)
         return builder.as_streaming_dataset(split=split), builder
-    except (OSError, ValueError, ConnectionError) as error:
-        raise SetupError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        message = f"path: {path} cannot be loaded: {type(cause or error).__name__}: {cause or error}"
+        raise SetupError(message, hints=list(_ways(path, options.get("data_files")))) from error
+
+
+def _ways(path: str, files: Any) -> Iterator[str]:
+    """Yields ways to mend a `path` that cannot be loaded, or its `data_files`."""
+    kind = {"jsonl": "json", "txt": "text"}.get(suffix := Path(path).suffix[1:], suffix)
+    named = [files] if isinstance(files, str) else files or []
+    if Path(path).is_file():
+        yield f'for files, write path = "{kind}" and data_files = "{path}"'
+    elif hints := unexpanded(path):
+        yield from hints
+    elif missing := next((one for one in named if not Path(one).exists() and "*" not in one and ":" not in one), None):
+        yield from (f"data_files: {hint}" for hint in not_there(missing))
+    elif not named and not Path(path).exists():
+        yield f"it is not a folder in {Path.cwd()}, so it was looked up by name on the hub"
 
 
 def load_split(path: str, split: str | None) -> Any:
@@ -310,7 +326,7 @@ def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int6
 
 def _lengths(path: Path, shards: int) -> list[int]:
     if not path.is_file():
-        raise SetupError(f"shard_lengths: no such file: {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"shard_lengths: no such file: {path}", hints=not_there(path))
     try:
         lengths = [int(line) for line in path.read_text(encoding="utf-8").split()]
     except ValueError as error:

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.errors import UsageError, library
+from ddpforge.builtin.datasets.listing import other_kind
+from ddpforge.errors import UsageError, library, not_there
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +43,7 @@ def open_image(source: Path | bytes, *, name: object, key: str, mode: str = "RGB
     """
     if isinstance(source, Path) and not source.is_file():  # a pipe would never end
         what = "is not a regular file" if source.exists() else "does not exist"
-        raise UsageError(f"there is no image {name}: it {what}", key=key)
+        raise UsageError(f"there is no image {name}: it {what}", hints=not_there(source), key=key)
     pil = library("PIL.Image", "images")
     try:
         with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS) as opened:
@@ -65,7 +66,16 @@ def open_image(source: Path | bytes, *, name: object, key: str, mode: str = "RGB
         what = str(error) or type(error).__name__
         if "cannot identify" in what:
             what = f"cannot identify the file as one of {', '.join(IMAGE_FORMATS)}"
-        raise UsageError(f"{name} is not an image that Pillow can read: {what}", key=key) from error
+        begin = source[:32] if isinstance(source, bytes) else _begin(source)
+        kind = other_kind(begin)
+        what = f"it {kind[0]}" if kind else what if begin else "it is empty"
+        hints = [kind[1] if kind else "write it again, or remove it"]
+        raise UsageError(f"{name} is not an image that Pillow can read: {what}", hints=hints, key=key) from error
+
+
+def _begin(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(32)
 
 
 def _most(image: Image) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpforge.errors import SetupError
 
-__all__ = ["BINARY", "LeftOut", "files_below", "is_leftover", "listed", "without_mark"]
+__all__ = ["BINARY", "LeftOut", "files_below", "is_leftover", "listed", "other_kind", "without_mark"]
 
 log = logging.getLogger("ddpforge")
 
@@ -22,6 +22,20 @@ BINARY = (
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico", ".heic", ".mp3", ".wav", ".mp4"),
     *(".pyc", ".o", ".a", ".so", ".dll", ".exe", ".class", ".woff", ".woff2", ".ttf"),
 )
+# Files of another kind, by their first bytes, and what to do with them. Longer marks come first.
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "is compressed with gzip", "unpack it: gunzip FILE"),
+    (b"PK\x03\x04", "is a zip archive or a workbook (.xlsx)", "unpack it, or export its sheet as CSV"),
+    (b"BZh", "is compressed with bzip2", "unpack it: bunzip2 FILE"),
+    (b"\xfd7zXZ", "is compressed with xz", "unpack it: unxz FILE"),
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstandard", "unpack it: unzstd FILE"),
+    (b"PAR1", "is a parquet file", 'set use = "parquet"'),
+    (b"version https://git-lfs", "is only a pointer of Git LFS", "download its content: git lfs pull"),
+    (b"%PDF-", "is a PDF", "export its text or its tables"),
+    (b"\xff\xfe\x00\x00", "is text in UTF-32", "write it as UTF-8: iconv -f UTF-32 -t UTF-8"),
+    (b"\xff\xfe", "is text in UTF-16", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "is text in UTF-16", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+)
 _NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 _ENDINGS = ("~", ".swp", ".swo", ".tmp", ".bak", ".orig", ".part", ".crdownload")
 _MARK = b"\xef\xbb\xbf"  # the byte order mark of UTF-8
@@ -32,6 +46,11 @@ def is_leftover(name: str) -> bool:
     """True for the name of a hidden file or folder, and for leftovers of editors, systems and downloads."""
     lower = name.lower()
     return name.startswith((".", "~$")) or lower in _NAMES or lower.endswith(_ENDINGS) or name[:1] + name[-1:] == "##"
+
+
+def other_kind(begin: bytes) -> tuple[str, str] | None:
+    """Returns the kind of a file with these first bytes, and what to do, if it is compressed or no text in UTF-8."""
+    return next(((what, way) for mark, what, way in _OTHER_KINDS if begin.startswith(mark)), None)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, keep
 from ddpforge.builtin.datasets.images import open_image, pixels
+from ddpforge.builtin.datasets.listing import other_kind
 from ddpforge.errors import SetupError, UsageError, library
 from ddpforge.interfaces import ShardedDataset
 
@@ -205,10 +206,10 @@ def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:
             for name, members in _samples(archive):
                 rows.append([_choose(file, name, members, endings) for endings in fields])
     except tarfile.TarError as error:
-        raise SetupError(
-            f"path: {file} is not an uncompressed tar file: {error}",
-            hints=["unpack a compressed file first: gzip -d"],
-        ) from error
+        with file.open("rb") as opened:
+            found = other_kind(opened.read(32))
+        way = found[1] if found else "is it cut, or of another kind? copy it again"
+        raise SetupError(f"path: {file} is not an uncompressed tar file: {error}", hints=[way]) from error
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(fields), 3)
 
 

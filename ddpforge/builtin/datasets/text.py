@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import ClassNames, InBatches, unknown_class
-from ddpforge.builtin.datasets.listing import listed, without_mark
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.builtin.datasets.listing import listed, other_kind, without_mark
+from ddpforge.errors import SetupError, UsageError, not_there
 
 if TYPE_CHECKING:
     import numpy as np
@@ -316,13 +316,22 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     if path is None:
         return _standard_library()
     if path.is_file():
-        return [path]
+        return _checked([path])
     if not path.is_dir():
-        raise SetupError(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"path: no such file or folder: {path}", hints=not_there(path))
 
     files = listed(path, suffixes, cased=True)
     if not files:
         raise ValueError(f"the folder {path} has no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
+    return _checked(files)
+
+
+def _checked(files: Sequence[Path]) -> Sequence[Path]:
+    """Returns the files; raises UsageError if the first one is compressed, or no text in UTF-8."""
+    with files[0].open("rb") as file:
+        found = other_kind(file.read(32))
+    if found:
+        raise UsageError(f"path: {files[0]} {found[0]}, not text", hints=[found[1]], key="path")
     return files
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import InBatches
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, not_there
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,7 @@ _WINDOW = 2**16  # tokens that are looked at in three places
 _ENOUGH = 100  # pairs of tokens to judge the dtype
 _HEADER = 1024  # bytes of the header of llm.c: 256 int32
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the dtype by the first number of that header
+_TEXT = bytes([9, 10, 13, *range(32, 127)])  # of a text in ASCII
 _NPY = "an .npy file"
 _OTHER_KINDS = {
     b"\x93NUMPY": _NPY,
@@ -111,7 +112,7 @@ class Tokens(InBatches):
         import numpy as np
 
         if not self._path.is_file():
-            raise SetupError(f"no such file: {self._path}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(f"path: no such file: {self._path}", hints=not_there(self._path))
         if self._path.suffix == ".npy":
             try:
                 tokens: NDArray[Any] = np.load(self._path, mmap_mode="r", allow_pickle=False)
@@ -122,6 +123,8 @@ class Tokens(InBatches):
         else:
             begin, item = self._header(), np.dtype(self._dtype).itemsize
             if (size := self._path.stat().st_size) % item or size <= begin:
+                if not size:
+                    raise UsageError(f"path: {self._path} is empty", key="path")
                 raise ValueError(f"{self._path} has {size} bytes, not a multiple of the {item} bytes of {self._dtype}")
             tokens = np.memmap(self._path, dtype=self._dtype, mode="r", offset=begin)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -138,6 +141,12 @@ class Tokens(InBatches):
             raise UsageError(
                 f"path: {self._path} is {kind}, not plain numbers of the dtype {self._dtype}",
                 hints=["give it the ending .npy" if kind == _NPY else "write its tokens as .npy: numpy.save"],
+                key="path",
+            )
+        if self._dtype != "uint8" and len(begin) > _ENOUGH and not begin.translate(None, _TEXT):
+            raise UsageError(
+                f"path: {self._path} is a text, not numbers of the dtype {self._dtype}",
+                hints=['set use = "text" for its bytes, or write its tokens: ddpforge-transformers has a tokenizer'],
                 key="path",
             )
         magic, version, count = struct.unpack_from("<3i", begin) if len(begin) == _HEADER else (0, 0, 0)

@@ -36,6 +36,7 @@ class CNN(nn.Module):
             raise ValueError(
                 f"CNN(channels_in = {self.channels_in}) got a batch of shape {list(images.shape)};"
                 f" expected [batch, {self.channels_in}, height, width]"
+                + (f"; set model.channels_in = {images.shape[1]}" if images.ndim == 4 else "")
             )
         return images
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from pydantic import Field
@@ -77,8 +77,28 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
         return batch[0], batch[1]
     hints = ["return pairs as samples of the dataset, or give it a method `collate(samples)` that returns one", _OWN]
     if isinstance(batch, Mapping):
-        hints.insert(0, 'name the keys in the recipe: [data] inputs = ["image"], targets = "label"')
+        hints.insert(0, f"name the keys in the recipe: {_keys_of(batch)}")
+    elif isinstance(batch, tuple | list) and len(batch) == 2 and type(next(iter(batch[1]), None)) is str:
+        hints = [
+            "the targets are texts: return the number of each class, e.g. names.index(name)",
+            "the dataset csv numbers a column of texts itself",
+        ]
+    elif isinstance(batch, tuple | list) and len(batch) > 2:
+        hints = ["return two values as a sample, e.g. `return image, label`", _OWN]
+    elif isinstance(batch, Tensor):
+        hints.insert(0, "its samples have no targets: torch.utils.data.TensorDataset(inputs, targets) has pairs")
     raise UsageError(f"task {task} takes a batch {names}; the data gives {described(batch)}", hints=hints)
+
+
+_TARGETS = ("label", "labels", "target", "targets", "class", "y")
+
+
+def _keys_of(batch: Mapping[str, Any]) -> str:
+    """Returns keys of a recipe that name the inputs and the targets of a batch, by the usual names of targets."""
+    names = [str(name) for name in batch]
+    target = next((name for name in names if name.lower() in _TARGETS), names[-1] if len(names) > 1 else "label")
+    inputs = next((name for name in names if name != target), "image")
+    return f'[data] inputs = ["{inputs}"], targets = "{target}"'
 
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
@@ -158,8 +178,24 @@ def reject_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
         ) from error
     raise UsageError(
         f"task {task}: the model's outputs {described(outputs)} and the {about} do not fit together: {error}",
-        hints=[f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"] if outputs.ndim else [],
+        hints=list(_ways(outputs, targets)),
     ) from error
+
+
+def _ways(outputs: Tensor, targets: Tensor) -> Iterator[str]:
+    """Yields ways to mend targets that do not fit the outputs of a classifier."""
+    import torch
+
+    if outputs.ndim == 2 and targets.ndim == 2 and targets.shape[1] == 1:
+        yield "return one number for each sample: label.squeeze(-1), which makes a batch [B] of [B, 1]"
+    elif outputs.shape == targets.shape and not targets.is_floating_point():
+        yield "return the number of the class: label.argmax(-1), or the probabilities of all classes as float32"
+    elif targets.dtype not in (torch.int64, torch.uint8) and not targets.is_floating_point():
+        yield "return the class as an int, or label.long()"
+    elif outputs.ndim > 2 and targets.ndim == 1:
+        yield "the model's outputs are [B, classes]: is a dimension of the inputs too many, e.g. [1, 8] for [8]?"
+    if outputs.ndim:
+        yield f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"
 
 
 def number_of_classes(data: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, pair, parts_of
-from ddpforge.errors import UsageError
+from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.interfaces.forms import described
 
@@ -63,7 +63,20 @@ class LossFunction(Task):
     def _sum(self, outputs: Any, targets: Tensor, samples: int) -> Tensor:
         from torch import Tensor
 
-        loss = self.function(outputs, targets)
+        try:
+            loss = self.function(outputs, targets)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if not isinstance(outputs, Tensor) or not _is_of_torch(self.function) or says_memory_is_full(error):
+                raise
+            raise UsageError(
+                f"the loss {_name(self.function)} does not accept outputs {described(outputs)} with targets "
+                f"{described(targets)}: {error}",
+                hints=[
+                    'classes [B] need a loss of classes: cross_entropy, or task.use = "classification"',
+                    "other losses compare each output: give targets of the outputs' shape and dtype",
+                ],
+                key="task.use",
+            ) from error
         if not isinstance(loss, Tensor) or (loss.ndim and len(loss) != samples):
             raise UsageError(
                 f"the loss function returns {described(loss)}, not one number, or one for each sample",
@@ -109,6 +122,16 @@ class LossFunction(Task):
         """Returns the `output` of the model, and the targets as `target` if the batch has them."""
         inputs, targets = parts_of(batch)
         return beside_targets({"output": model(inputs)}, targets)
+
+
+def _is_of_torch(function: Any) -> bool:
+    named = getattr(function, "func", function)
+    return str(getattr(named, "__module__", "")).startswith("torch.")
+
+
+def _name(function: Any) -> str:
+    named = getattr(function, "func", function)
+    return getattr(named, "__name__", type(named).__name__)
 
 
 def adopted(function: Callable[..., Any]) -> Callable[..., Any]:

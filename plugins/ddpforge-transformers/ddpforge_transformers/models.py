@@ -132,6 +132,8 @@ def sequence_classification(
     """
     config = _config(model_type, pretrained, options)
     config.num_labels = classes
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a recomputed block would attend to the keys of its first pass, too
     model, new = _model(AutoModelForSequenceClassification, config, pretrained if weights else None, attention)
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
     if pretrained is None or not weights:

@@ -466,6 +466,23 @@ def test_losses_are_the_same_on_any_ranks_strategy_and_accumulation(
     assert losses[-1] < losses[0]
 
 
+def test_a_reward_model_trains_with_activation_checkpointing(
+    ddpforge: Callable[..., str], tmp_path: Path, words: Path
+) -> None:
+    write(tmp_path / "train.jsonl", PAIRS)
+    options = {"model": "sequence_classification", "data": "preferences", "task": "reward", "strategy": "ddp"}
+    text = RECIPE.format(**options, tokenizer=words, more="classes = 1").replace("lr = 0.5", "lr = 0.1")
+    (tmp_path / "tiny.toml").write_text(text)
+    losses = []
+    for name in ("off", "on"):
+        sets = [f"name={name}", "train.length=2st", f"train.activation_checkpointing={str(name == 'on').lower()}"]
+        ddpforge("run", "tiny.toml", *(f"--set={one}" for one in sets))
+        rows = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+
+
 # ---------------------------------------------------------------------------------------------- TRL
 def by_trl(kind: str, folder: Path, words: Path, rows: list[Any], **options: Any) -> list[dict[str, float]]:
     """Trains the model in `folder`/model by TRL for 3 steps of 8 samples; returns its rows."""

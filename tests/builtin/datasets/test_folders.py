@@ -300,3 +300,71 @@ def test_csv_error_after_a_cell_with_line_breaks_has_the_line_of_its_row(tmp_pat
     (tmp_path / "a.csv").write_text('x,note,y\n1,"a\nb\nc",5\n\n2,d,6\nbad,e,7\n')
     with pytest.raises(UsageError, match=r"a\.csv:7: 'bad' in column 'x' is not a number"):
         CSVTable(path=tmp_path / "a.csv", target="y", inputs=["x"])
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("~/x.csv", 'write "${env:HOME}/x.csv"'),
+        ("$DATA/x.csv", 'write "${env:DATA}/x.csv"'),
+        ("https://example.org/x.csv", "is an address, but only files can be read"),
+        ("C:/data/x.csv", "is a path of Windows"),
+        (".", "it is a folder"),
+        ("hauses.csv", "did you mean houses.csv?"),
+        ("absent/x.csv", "looked in"),
+        ("broken.csv", "it is a link to nowhere, which does not exist"),
+    ],
+)
+def test_a_path_without_a_file_has_a_hint(
+    path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("houses.csv").write_text(CSV)
+    Path("broken.csv").symlink_to("nowhere")
+    with pytest.raises(SetupError, match="path: there is no file") as caught:
+        CSVTable(path=Path(path), target="price")
+    assert hint in "; ".join(caught.value.hints)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message", "hint"),
+    [
+        ("1,2,cat\n3,4,dog\n", "y", "no column 'y'", "its first line must have the names of the columns"),
+        ("# note\na,y\n1,2\n", "y", "no column 'y'", "its first line must have the names of the columns"),
+        ("a,y\n1,2\n", "Y", "no column 'Y'", "did you mean 'y'?"),
+        ("version https://git-lfs.github.com/spec/v1\n", "y", "is only a pointer of Git LFS", "git lfs pull"),
+        (",a,y\n0,1,2\n1,2,3\n", "y", "a column of .* has no name", "to_csv(…, index=False)"),
+    ],
+)
+def test_a_header_that_is_none_is_explained(text: str, target: str, message: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        CSVTable(path=tmp_path / "t.csv", target=target)
+    assert hint in "; ".join(caught.value.hints)
+
+
+@pytest.mark.parametrize(
+    ("folders", "options", "message"),
+    [
+        (("train/cat", "val/cat"), {}, "are splits, not classes: train, val"),
+        (("cat", "dog", "eel/"), {}, "eel has no image, so its class could not be learned"),
+        (("cat", "dog"), {"mean": [127.0] * 3, "std": [58.0] * 3}, r"pixels in \[0, 1\]: divide them by 255"),
+    ],
+)
+def test_image_folders_that_would_be_learned_wrong_are_refused(
+    folders: tuple[str, ...], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for name in folders:
+        (tmp_path / name).mkdir(parents=True)
+        if not name.endswith("/"):
+            Image.new("RGB", (4, 4)).save(tmp_path / name / "a.png")
+    with pytest.raises((UsageError, ValueError), match=message):
+        ImageFolder(path=tmp_path, size=4, **options)
+
+
+def test_a_class_that_is_named_may_have_no_image(tmp_path: Path) -> None:
+    for name in ("cat", "eel"):
+        (tmp_path / name).mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "a.png")
+    assert ImageFolder(path=tmp_path, size=4, class_names=["cat", "eel"]).classes == 2
