@@ -38,10 +38,8 @@ def prove(
     gradients, up to the rounding that is measured for this model. Exit codes: 0 all tried relations hold, 1 one is
     broken, 2 usage, or a script that fails or differs from run to run.
     """
-    from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.prove.relations import prove as certify
 
-    keep_output()
     options = {"batch": batch, "accumulate": accumulate, "samples": samples, "torchrun": torchrun}
     found = certify(script.resolve(), arguments, steps=steps, ranks=ranks, **options)  # type: ignore[arg-type]
     click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(found.lines()))

@@ -2,8 +2,8 @@
 
     python -m ddpforge.tools.prove.observed FOLDER STEPS CHANGE SCRIPT [ARGUMENT...]
 
-CHANGE is JSON, see `Change`. The program replaces functions of torch in this process, which trains nothing else, and
-ends it after STEPS optimizer steps. Dropout is off, and BatchNorm uses its running statistics: both depend on the
+CHANGE is JSON, see `ScriptChange`. The program replaces functions of torch in this process, which trains nothing else,
+and ends it after STEPS optimizer steps. Dropout is off, and BatchNorm uses its running statistics: both depend on the
 composition of a forward pass by design. Each rank writes `steps-RANK.json`: losses, and fingerprints of the samples;
 rank 0 also writes `gradients-STEP.safetensors` for each step.
 """
@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-__all__ = ["Change", "Observer", "main"]
+__all__ = ["Observer", "ScriptChange", "main"]
 
 _MOST = 1 << 16  # elements of a parameter's gradient that are kept, evenly spaced
 
 
 @dataclass(frozen=True)
-class Change:
-    """Change of a script's run whose result is known.
+class ScriptChange:
+    """ScriptChange of a script's run whose result is known.
 
     Attributes:
         order: Reverse the samples of each batch.
@@ -43,7 +43,7 @@ class Change:
         workers: Number of loader processes.
         split: Divide batches by this number, and accumulate over this number of times more of them.
         divide: Divide the batch of a process by this number, because this number of processes train.
-        rounding: Change each weight by one unit in the last place before the first step.
+        rounding: ScriptChange each weight by one unit in the last place before the first step.
         batches: Batch sizes of the unchanged run, in the order in which they were set: a script may divide by itself.
     """
 
@@ -68,7 +68,7 @@ class Change:
 class Observer:
     """Observer of a script in this process."""
 
-    def __init__(self, folder: Path, most: int, change: Change) -> None:
+    def __init__(self, folder: Path, most: int, change: ScriptChange) -> None:
         self._folder, self._most, self._change = folder, most, change
         self._modules: dict[int, nn.Module] = {}  # called with gradients, and not from within another module
         self._depth = 0
@@ -161,9 +161,8 @@ class Observer:
                     trainer = __import__(module, fromlist=["Trainer"]).Trainer
                     _more_accumulation(trainer, "accumulate_grad_batches", self._change.split)
         elif self._change.split > 1 and "Accelerator" in script:
-            from accelerate import Accelerator
-
-            _more_accumulation(Accelerator, "gradient_accumulation_steps", self._change.split)
+            accelerator = __import__("accelerate").Accelerator
+            _more_accumulation(accelerator, "gradient_accumulation_steps", self._change.split)
         return False
 
     def _split_arguments(self, arguments: Any) -> None:
@@ -239,7 +238,7 @@ def _perturb(module: nn.Module) -> None:
                 one.add_(one * signs * torch.finfo(low or one.dtype).eps)
 
 
-def _wrap_collate(loader: DataLoader[Any], change: Change) -> None:
+def _wrap_collate(loader: DataLoader[Any], change: ScriptChange) -> None:
     collate = loader.collate_fn
     # Samples without batches are not collated; a trainer may build a loader again, from one that is changed already.
     if (loader.batch_size is None and loader.batch_sampler is None) or hasattr(collate, "changed_by_prove"):
@@ -300,7 +299,7 @@ def _more_accumulation(kind: type, argument: str, times: int) -> None:
 
 def main(folder: str, steps: str, change: str, script: str, *arguments: str) -> None:
     """Runs the script as `python SCRIPT ARGUMENT...` does; observes it until it ends, or has made `steps` steps."""
-    observer = Observer(Path(folder), int(steps), Change(**json.loads(change)))
+    observer = Observer(Path(folder), int(steps), ScriptChange(**json.loads(change)))
     observer.install(Path(script).read_text(encoding="utf-8"))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

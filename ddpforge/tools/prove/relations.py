@@ -1,4 +1,4 @@
-"""Runs a script under changes whose result is known, compares the gradients, and says which relation is broken.
+"""Runs a script under changes whose result is known, compares the gradients, and names the relations that do not hold.
 
 No oracle is needed: the same samples in another order, in smaller micro-batches or on more ranks have the same
 gradient. The measure of rounding is the difference that one unit in the last place of the weights makes, in this model
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddpforge.errors import UsageError
-from ddpforge.tools.prove.observed import Change
+from ddpforge.tools.prove.observed import ScriptChange
 
 __all__ = ["Broken", "Certificate", "Relation", "prove"]
 
@@ -115,7 +115,7 @@ class Certificate:
 class _Tried:
     name: str
     about: str
-    change: Change
+    change: ScriptChange
     ranks: int = 1
 
 
@@ -148,11 +148,11 @@ def prove(
     joins = torchrun or any(word in text for word in ("init_process_group", "LOCAL_RANK"))
     with TemporaryDirectory(prefix="ddpforge-prove-") as name:
         runs = _Runs(script, arguments, Path(name), steps, batch, accumulate, samples, joins)
-        reference = runs.run(Change())
-        again, rounded = runs.run(Change()), runs.run(Change(rounding=True))
+        reference = runs.run(ScriptChange())
+        again, rounded = runs.run(ScriptChange()), runs.run(ScriptChange(rounding=True))
         rounding = [_difference(one, other) for one, other in zip(reference.gradients, rounded.gradients, strict=False)]
         allowed = [max(_LEAST, _TIMES_ROUNDING * one) for one in rounding]
-        found = [_judged(_Tried("again", "The same command again.", Change()), reference, again, allowed)]
+        found = [_judged(_Tried("again", "The same command again.", ScriptChange()), reference, again, allowed)]
         if found[0].result == "broken":
             raise UsageError(
                 f"two runs of {script} differ: {found[0].difference:.1e} at step {found[0].broken.step}",  # type: ignore[union-attr]
@@ -182,12 +182,14 @@ def _same_samples(one: _Run, other: _Run) -> bool:
 
 
 def _relations(ranks: int) -> Iterator[_Tried]:
-    yield _Tried("order", "The samples of a batch in reverse order.", Change(order=True))
-    yield _Tried("doubled", "Each sample of a batch twice: the mean is the same.", Change(doubled=True))
-    yield _Tried("workers", "Two loader processes.", Change(workers=2))
-    yield _Tried("split", "Two micro-batches of half the size, accumulated.", Change(split=2))
+    yield _Tried("order", "The samples of a batch in reverse order.", ScriptChange(order=True))
+    yield _Tried("doubled", "Each sample of a batch twice: the mean is the same.", ScriptChange(doubled=True))
+    yield _Tried("workers", "Two loader processes.", ScriptChange(workers=2))
+    yield _Tried("split", "Two micro-batches of half the size, accumulated.", ScriptChange(split=2))
     if ranks > 1:
-        yield _Tried("ranks", f"{ranks} processes, each with its share of the batch.", Change(divide=ranks), ranks)
+        yield _Tried(
+            "ranks", f"{ranks} processes, each with its share of the batch.", ScriptChange(divide=ranks), ranks
+        )
 
 
 # ---------------------------------------------------------------------------------------------- runs of the script
@@ -222,7 +224,7 @@ class _Runs:
         known = self.joins or any(word in text for word in ("Accelerator", "transformers", "trl", "lightning"))
         return "the script does not join ranks" if one.ranks > 1 and not known else ""
 
-    def run(self, change: Change, ranks: int = 1) -> _Run:
+    def run(self, change: ScriptChange, ranks: int = 1) -> _Run:
         """Runs the script under a change; raises UsageError if it fails."""
         self._number += 1
         folder = self.folder / str(self._number)
@@ -260,7 +262,7 @@ class _Runs:
         ]
         return _Run([load_file(file) for file in gradients], losses, each[0]["batches"], samples)
 
-    def _options(self, change: Change) -> list[str]:
+    def _options(self, change: ScriptChange) -> list[str]:
         """Returns the script's own options for its micro-batches."""
         if not self.batch:
             return []
@@ -310,7 +312,7 @@ def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float
 
 
 def _factor(one: Tensor | None, other: Tensor | None) -> float | None:
-    """Returns the number by which `one` is multiplied to give `other`; None if the two are not parallel."""
+    """Returns the factor from `one` to `other`; None if the two are not parallel."""
     if one is None or other is None or one.shape != other.shape:
         return None
     a, b = one.double(), other.double()
@@ -334,7 +336,7 @@ def _meaning(tried: _Tried, factor: float | None) -> str:
     parts = {"split": tried.change.split, "ranks": tried.ranks, "doubled": 2}.get(tried.name, 0)
     if factor is None:
         return {
-            "split": "no common factor: each micro-batch has its own mean (of tokens, of weights), or samples are compared",
+            "split": "no common factor: each micro-batch has its own mean (tokens, weights), or samples are compared",
             "ranks": "no common factor: each rank has a mean of its own, or a part is not reduced over ranks",
             "doubled": "no common factor: the loss compares samples with each other",
             "workers": "the samples depend on the loader process: random numbers of numpy or random, or shared state",
