@@ -174,6 +174,7 @@ OTHER_PAGES = {
     "gallery": "docs/gallery.py trains each, also for examples' READMEs: tests/test_gallery.py",
     "install": "tests/test_tutorial.py, and the page on `doctor`",
     "migrate": "tests/test_migrate.py",
+    "prove": "tests/tools/prove/test_prove.py",
     "why-toml": "tests/cli/test_schema.py",
 }
 """Pages whose commands other tests run."""

@@ -136,6 +136,7 @@ QUERIES = {
     "lightning trainer": "migrate",
     "hugging face trainer": "migrate",
     "compare script": "migrate",
+    "wrong gradient accumulation": "guides/prove",
     "custom loss": "custom-loss extend/loss",
     # data
     "custom dataset": "guides/own-dataset extend/dataset",

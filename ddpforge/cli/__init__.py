@@ -34,6 +34,7 @@ _GROUPS = {
             "compare_script",
             "Train your own script and a recipe, and report the first step at which they differ.",
         ),
+        "prove": ("prove", "Find wrong training in a script of any trainer, by relations whose result is known."),
     },
     "After training": {
         "eval": ("evaluate", "Evaluate a run's checkpoint."),

@@ -1,0 +1,1 @@
+"""Relations that a correct training script keeps, tried on scripts of any trainer: `ddpforge prove`."""
