@@ -8,8 +8,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_TESTS := $(PLUGINS:%=test-%)
 # Ranks are forked from large processes, which have fewer pages to copy if these are huge: a tenth of a short run.
 FORKS := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-# Two files at a time: many tests wait for ranks. Small files are the last, so that both workers end together.
-PYTEST := $(FORKS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+# Three files at a time: many tests wait for ranks. Small files are the last, so that all workers end together.
+PYTEST := $(FORKS) $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 # WHEELS=FOLDER: a machine without network. What PYTHON has, torch above all, is used; the rest comes from the folder.
 ifdef WHEELS
