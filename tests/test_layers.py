@@ -22,6 +22,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"testing"},
+    {"tools.prove"},
     {"tools.script_comparison", "tools.simulation"},
     {"tools.reports", "tools.sweeps", "tools.trials"},
     {"interop", "tools", "tools.doctor", "tools.parity"},

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
+
+from ddpforge.tools.script_comparison.recorder import run_script, unwrapped, watch_calls, watch_losses
 
 __all__ = ["Observer", "ScriptChange", "main"]
 
@@ -71,18 +72,18 @@ class Observer:
     def __init__(self, folder: Path, most: int, change: ScriptChange) -> None:
         self._folder, self._most, self._change = folder, most, change
         self._modules: dict[int, nn.Module] = {}  # called with gradients, and not from within another module
-        self._depth = 0
         self._losses: list[float] = []
         self._rows: list[dict[str, Any]] = []
         self._first: Optimizer | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self._samples: list[str] = []  # of the step
-        self.batches: list[int] = []
+        self._batches: list[int] = []
+        self._loaders = 0
 
     def install(self, script: str) -> None:
         """Begins to observe and to change this process; `script` is the text of the script."""
-        self._watch_modules()
-        self._watch_losses()
+        watch_calls(self._record_inputs)
+        watch_losses(lambda loss: self._losses.append(loss))
         self._watch_loaders(uses_arguments=self._change_trainers(script))
         _without_dropout()
         # After the step, because a closure of the step may compute the gradients.
@@ -90,7 +91,7 @@ class Observer:
 
     def finish(self) -> None:
         """Writes the losses of all steps."""
-        found = {"steps": self._rows, "batches": self.batches}
+        found = {"steps": self._rows, "batches": self._batches, "loaders": self._loaders}
         (self._folder / f"steps-{self._rank}.json").write_text(json.dumps(found))
 
     def _end(self) -> None:
@@ -100,43 +101,24 @@ class Observer:
         sys.stderr.flush()
         os._exit(0)
 
-    def _watch_modules(self) -> None:
-        call = nn.Module.__call__
-
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._depth and torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters()):
-                if id(module) not in self._modules:
-                    self._modules[id(module)] = module
-                    if self._change.rounding:
-                        _perturb(module)
-                self._samples += _fingerprints(args, kwargs)
-            self._depth += 1
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        nn.Module.__call__ = watched  # type: ignore[method-assign]
-
-    def _watch_losses(self) -> None:
-        backward = torch.autograd.backward
-
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for one in [tensors] if isinstance(tensors, Tensor) else tensors:
-                if one.numel() == 1:
-                    self._losses.append(one.item())
-            return backward(tensors, *args, **kwargs)
-
-        torch.autograd.backward = watched
+    def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not any(one.requires_grad for one in module.parameters()):
+            return
+        if id(module) not in self._modules:
+            self._modules[id(module)] = module
+            if self._change.rounding:
+                _perturb(module)
+        self._samples += _fingerprints(args, kwargs)
 
     def _watch_loaders(self, *, uses_arguments: bool) -> None:
         """Changes the loaders of training; with `uses_arguments`, the trainer's arguments set their batch."""
         build, change = DataLoader.__init__, self._change
 
         def watched(loader: DataLoader[Any], dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+            self._loaders += 1
             if isinstance(batch_size, int) and not uses_arguments and kwargs.get("batch_sampler") is None:
-                self.batches.append(batch_size)
-                batch_size = change.part_of(batch_size, len(self.batches) - 1)
+                self._batches.append(batch_size)
+                batch_size = change.part_of(batch_size, len(self._batches) - 1)
             if change.workers is not None:
                 args = args[:3]  # up to batch_sampler; the next one is num_workers
                 kwargs |= {"num_workers": change.workers, "persistent_workers": False, "prefetch_factor": None}
@@ -166,8 +148,8 @@ class Observer:
         return False
 
     def _split_arguments(self, arguments: Any) -> None:
-        self.batches.append(arguments.per_device_train_batch_size)
-        size = self._change.part_of(arguments.per_device_train_batch_size, len(self.batches) - 1)
+        self._batches.append(arguments.per_device_train_batch_size)
+        size = self._change.part_of(arguments.per_device_train_batch_size, len(self._batches) - 1)
         arguments.per_device_train_batch_size = size
         arguments.gradient_accumulation_steps *= self._change.split
 
@@ -193,8 +175,8 @@ class Observer:
 
     def _names(self) -> Iterator[tuple[int, str]]:
         for module in self._modules.values():
-            for name, one in module.named_parameters():
-                yield id(one), name.removeprefix("module.").replace("_orig_mod.", "")
+            for name, one in unwrapped(module).named_parameters():
+                yield id(one), name
 
 
 def _fingerprints(args: Any, kwargs: Any) -> list[str]:
@@ -298,16 +280,10 @@ def _more_accumulation(kind: type, argument: str, times: int) -> None:
 
 
 def main(folder: str, steps: str, change: str, script: str, *arguments: str) -> None:
-    """Runs the script as `python SCRIPT ARGUMENT...` does; observes it until it ends, or has made `steps` steps."""
+    """Runs a script under a change, and observes it until it ends, or has made `steps` steps."""
     observer = Observer(Path(folder), int(steps), ScriptChange(**json.loads(change)))
     observer.install(Path(script).read_text(encoding="utf-8"))
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
+    run_script(script, *arguments)
     observer.finish()
 
 

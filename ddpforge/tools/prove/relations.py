@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ddpforge.errors import UsageError
 from ddpforge.tools.prove.observed import ScriptChange
+from ddpforge.tools.script_comparison.compare import run_alone
 
 __all__ = ["Broken", "Certificate", "Relation", "prove"]
 
@@ -163,22 +163,43 @@ def prove(
             if why:
                 found.append(Relation(one.name, one.about, "not tried", why))
                 continue
-            changed = runs.run(replace(one.change, batches=reference.batches), one.ranks)
-            base = reference
-            if one.ranks > 1 and not _same_samples(base, changed):  # one process may have another sampler
-                base = changed
-                more = replace(one.change, divide=2 * one.ranks, batches=reference.batches)
-                changed = runs.run(more, 2 * one.ranks)
-            if one.name in ("split", "ranks", "workers") and not _same_samples(base, changed):
-                found.append(Relation(one.name, one.about, "not tried", "the steps have other samples"))
+            try:
+                base, changed = _both(runs, one, reference)
+            except UsageError as error:  # the script alone runs: it fails under this change
+                found.append(Relation(one.name, one.about, "not tried", error.message.splitlines()[-1].strip()))
+                continue
+            if why := _without_effect(one, base, changed):
+                found.append(Relation(one.name, one.about, "not tried", why))
             else:
                 found.append(_judged(one, base, changed, allowed))
     return Certificate(str(script), len(reference.gradients), max(rounding, default=0.0), found)
 
 
-def _same_samples(one: _Run, other: _Run) -> bool:
-    """True if the first steps of both runs have the same samples."""
-    return list(one.samples[:1]) == list(other.samples[:1])
+def _both(runs: _Runs, one: _Tried, reference: _Run) -> tuple[_Run, _Run]:
+    """Returns a run and one under the change, which the relation compares."""
+    changed = runs.run(replace(one.change, batches=reference.batches), one.ranks)
+    if one.ranks == 1 or sorted(reference.samples[0]) == sorted(changed.samples[0]):
+        return reference, changed
+    # One process may have another sampler than several.
+    more = replace(one.change, divide=2 * one.ranks, batches=reference.batches)
+    return changed, runs.run(more, 2 * one.ranks)
+
+
+def _without_effect(one: _Tried, base: _Run, changed: _Run) -> str:
+    """Returns the reason why two runs prove nothing; empty if only the change is different."""
+    before, after = base.samples[0], changed.samples[0]
+    if not before:
+        return "the samples cannot be read from the inputs of the model"
+    if len(changed.gradients) < len(base.gradients):
+        return f"the changed run ended after {len(changed.gradients)} steps"
+    if sorted(after) != sorted([*before, *before] if one.change.doubled else before):
+        return "the steps have other samples"
+    nothing = {
+        "order": before == after,
+        "workers": not changed.loaders,
+        "split": changed.passes != base.passes * one.change.split,
+    }
+    return "the change has no effect on this script" if nothing.get(one.name) else ""
 
 
 def _relations(ranks: int) -> Iterator[_Tried]:
@@ -198,7 +219,9 @@ class _Run:
     gradients: Sequence[Mapping[str, Tensor]]
     losses: Sequence[float]  # means over the backward passes of each step, on rank 0
     batches: Sequence[int]
-    samples: Sequence[Sequence[str]]  # fingerprints of the samples of each step, on all ranks, sorted
+    samples: Sequence[Sequence[str]]  # fingerprints of the samples of each step, of one rank after the other
+    passes: int  # backward passes of the first step on rank 0
+    loaders: int  # DataLoaders that the script built
 
 
 @dataclass
@@ -240,14 +263,13 @@ class _Runs:
         variables |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
         if not torch.cuda.is_available():
             variables["ACCELERATE_USE_CPU"] = "true"  # otherwise its ranks on CPUs do not join each other
-        done = subprocess.run(
-            started, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        with (folder / "output.txt").open("w+b") as output:
+            code = run_alone(started, variables, output)
         files = [folder / f"steps-{rank}.json" for rank in range(ranks)]
-        if done.returncode or not all(file.exists() for file in files):
-            last = (done.stdout + done.stderr).rstrip().splitlines()[-_OUTPUT:]
+        if code or not all(file.exists() for file in files):
+            last = (folder / "output.txt").read_text(errors="replace").rstrip().splitlines()[-_OUTPUT:]
             raise UsageError(
-                f"{self.script} failed with exit code {done.returncode}:\n" + "\n".join(last),
+                f"{self.script} failed with exit code {code}:\n" + "\n".join(last),
                 hints=["it must work alone; arguments of the script come after `--`"],
             )
         each = [json.loads(file.read_text()) for file in files]
@@ -257,16 +279,21 @@ class _Runs:
         steps = each[0]["steps"]
         losses = [sum(row["losses"]) / max(1, len(row["losses"])) for row in steps]
         samples = [
-            sorted(one for rank in each if step < len(rank["steps"]) for one in rank["steps"][step]["samples"])
+            [one for rank in each if step < len(rank["steps"]) for one in rank["steps"][step]["samples"]]
             for step in range(len(steps))
         ]
-        return _Run([load_file(file) for file in gradients], losses, each[0]["batches"], samples)
+        passes = len(steps[0]["losses"])
+        return _Run(
+            [load_file(file) for file in gradients], losses, each[0]["batches"], samples, passes, each[0]["loaders"]
+        )
 
     def _options(self, change: ScriptChange) -> list[str]:
         """Returns the script's own options for its micro-batches."""
         if not self.batch:
             return []
-        micro = self.samples // (change.split * change.divide)
+        micro, rest = divmod(self.samples, change.split * change.divide)
+        if rest or not micro:
+            raise UsageError(f"--samples {self.samples} cannot be divided by {change.split * change.divide}")
         words = self.batch.format(micro).split()
         return words + (self.accumulate.format(change.split).split() if self.accumulate else [])
 

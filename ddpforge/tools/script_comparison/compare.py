@@ -39,7 +39,7 @@ from ddpforge.tools.script_comparison.record import (
 )
 from ddpforge.tools.trials.ephemeral_run import EphemeralRun, open_ephemeral
 
-__all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
+__all__ = ["ComparedStep", "ScriptComparison", "compare_script", "run_alone"]
 
 log = logging.getLogger("ddpforge")
 
@@ -155,7 +155,7 @@ def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int, 
     command = [sys.executable, "-m", _RECORDER, str(folder), str(steps), str(script), *arguments]
     # A file, not a pipe: processes that the script leaves behind would hold a pipe open.
     with (folder / "output.txt").open("w+b") as output:
-        code = _run_alone(command, os.environ | (_ONE_RANK if torchrun else {}), output)
+        code = run_alone(command, os.environ | (_ONE_RANK if torchrun else {}), output)
         output.seek(max(0, output.tell() - _MOST_OUTPUT))
         said = output.read().decode(errors="replace")
     if code:
@@ -191,7 +191,7 @@ def _stop(*_: object) -> NoReturn:
     raise StoppedBeforeStart("stopped while the script trained; its processes were ended")
 
 
-def _run_alone(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> int:
+def run_alone(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> int:
     """Runs a command without input in a session of its own; returns its exit code.
 
     Its processes are killed when it ends, and when this process receives SIGTERM or Ctrl-C.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from ddpforge.tools.script_comparison.record import (
     rows_of,
 )
 
-__all__ = ["Recorder", "main"]
+__all__ = ["Recorder", "main", "run_script", "unwrapped", "watch_calls", "watch_losses"]
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Recorder:
         self._candidates: dict[int, _Candidate] = {}
         self._draws: list[tuple[int, list[int]]] = []  # the dataset, and the samples of a batch
         self._newest: int | None = None
-        self._used = self._depth = 0
+        self._used = 0
         self._optimizer: Optimizer | None = None
         self._model: _Candidate | None = None
         self._before: dict[str, Tensor] = {}
@@ -70,8 +70,8 @@ class Recorder:
 
     def install(self) -> None:
         """Begins to record in this process."""
-        self._watch_modules()
-        self._watch_losses()
+        watch_calls(self._record_inputs)
+        watch_losses(lambda loss: self._losses.append(loss))
         self._watch_loaders()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -95,20 +95,6 @@ class Recorder:
         os._exit(0)
 
     # ------------------------------------------------------------------------------------------ inputs and weights
-    def _watch_modules(self) -> None:
-        call = nn.Module.__call__
-
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._depth and torch.is_grad_enabled():
-                self._record_inputs(module, args, kwargs)
-            self._depth += 1
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        nn.Module.__call__ = watched  # type: ignore[method-assign]
-
     def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._model and self._model.module is not module:
             return
@@ -116,24 +102,12 @@ class Recorder:
         if found is None:
             if not any(one.requires_grad for one in module.parameters()):
                 return
-            state = _unwrapped(module).state_dict()
+            state = unwrapped(module).state_dict()
             initial = {name: one.detach().cpu().clone() for name, one in state.items() if isinstance(one, Tensor)}
             found = self._candidates[id(module)] = _Candidate(module, initial, self._newest)
         found.batches.append(fingerprints((args, kwargs)))
         rows = rows_of(args, kwargs) if found.source is None and found.rows is not None else None
         found.rows = None if rows is None or found.rows is None else [*found.rows, *rows]
-
-    # ------------------------------------------------------------------------------------------ losses
-    def _watch_losses(self) -> None:
-        backward = torch.autograd.backward
-
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for one in [tensors] if isinstance(tensors, Tensor) else tensors:
-                if one.numel() == 1:
-                    self._losses.append(one.item())
-            return backward(tensors, *args, **kwargs)
-
-        torch.autograd.backward = watched
 
     # ------------------------------------------------------------------------------------------ indices
     def _watch_loaders(self) -> None:
@@ -235,21 +209,49 @@ class Recorder:
 
     def _trained(self) -> dict[str, Tensor]:
         assert self._model is not None
-        named = _unwrapped(self._model.module).named_parameters()
+        named = unwrapped(self._model.module).named_parameters()
         return {name: one for name, one in named if one.requires_grad}
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def watch_calls(before: Callable[[nn.Module, Any, Any], None]) -> None:
+    """Calls `before` with each module that is called with gradients, and not from within another, and its arguments."""
+    call, depth = nn.Module.__call__, 0
+
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if not depth and torch.is_grad_enabled():
+            before(module, args, kwargs)
+        depth += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            depth -= 1
+
+    nn.Module.__call__ = watched  # type: ignore[method-assign]
+
+
+def watch_losses(receive: Callable[[float], None]) -> None:
+    """Calls `receive` with each number on which a backward pass begins."""
+    backward = torch.autograd.backward
+
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in [tensors] if isinstance(tensors, Tensor) else tensors:
+            if one.numel() == 1:
+                receive(one.item())
+        return backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = watched
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the model inside DistributedDataParallel, DataParallel and torch.compile."""
     while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(module, "_orig_mod"):
         module = module.module if hasattr(module, "module") else module._orig_mod  # type: ignore[assignment]
     return module
 
 
-def main(folder: str, steps: str, script: str, *arguments: str) -> None:
-    """Runs the script as `python SCRIPT ARGUMENT...` does; records it until it ends, or has made `steps` steps."""
-    recorder = Recorder(Path(folder), int(steps))
-    recorder.install()
+def run_script(script: str, *arguments: str) -> None:
+    """Runs the script as `python SCRIPT ARGUMENT...` does; returns if it exits with code 0."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
@@ -257,6 +259,13 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
+
+
+def main(folder: str, steps: str, script: str, *arguments: str) -> None:
+    """Runs a script, and records it until it ends, or has made `steps` steps."""
+    recorder = Recorder(Path(folder), int(steps))
+    recorder.install()
+    run_script(script, *arguments)
     recorder.finish()
 
 

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from ddpforge.cli import main
 from ddpforge.tools.prove.observed import ScriptChange
-from ddpforge.tools.prove.relations import Certificate, _differences, _factor, _judged, _meaning, _Run, _Tried
+from ddpforge.tools.prove.relations import (
+    Certificate,
+    _differences,
+    _factor,
+    _judged,
+    _meaning,
+    _Run,
+    _Tried,
+    _without_effect,
+)
 
 LOOP = """
 import argparse
@@ -122,7 +131,7 @@ def test_an_observed_script_writes_gradients_by_name_and_the_samples_of_each_ste
 
 # ---------------------------------------------------------------------------------------------- judgement
 def run(*gradients: dict[str, Tensor]) -> _Run:
-    return _Run(gradients, [1.0] * len(gradients), [8], [])
+    return _Run(gradients, [1.0] * len(gradients), [8], [], 1, 1)
 
 
 SPLIT = _Tried("split", "", ScriptChange(split=2))
@@ -188,6 +197,31 @@ def test_a_batch_that_the_script_has_divided_by_its_ranks_is_not_divided_again(
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(SystemExit, match="a batch of 3 cannot be divided by 2"):
         ScriptChange(split=2).part_of(3, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "samples", "passes", "loaders", "why"),
+    [
+        ("order", ScriptChange(order=True), ["b", "a"], 1, 1, ""),
+        ("order", ScriptChange(order=True), ["a", "b"], 1, 1, "the change has no effect"),
+        ("doubled", ScriptChange(doubled=True), ["a", "b", "a", "b"], 1, 1, ""),
+        ("doubled", ScriptChange(doubled=True), ["a", "b"], 1, 1, "the steps have other samples"),
+        ("workers", ScriptChange(workers=2), ["a", "b"], 1, 0, "the change has no effect"),
+        ("split", ScriptChange(split=2), ["a", "b"], 2, 1, ""),
+        ("split", ScriptChange(split=2), ["a", "b"], 1, 1, "the change has no effect"),
+        ("ranks", ScriptChange(divide=2), ["a", "c"], 1, 1, "the steps have other samples"),
+        ("ranks", ScriptChange(divide=2), ["b", "a"], 1, 1, ""),
+    ],
+)
+def test_a_change_without_effect_proves_nothing(
+    name: str, one: ScriptChange, samples: list[str], passes: int, loaders: int, why: str
+) -> None:
+    gradients = [{"a": torch.ones(1)}]
+    base = _Run(gradients, [1.0], [2], [["a", "b"]], passes=1, loaders=1)
+    changed = _Run(gradients, [1.0], [2], [samples], passes=passes, loaders=loaders)
+    found = _without_effect(_Tried(name, "", one), base, changed)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
 def test_a_missing_script_is_refused() -> None:
