@@ -333,9 +333,7 @@ def of_parameters(value: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _check_task(argument: str, value: Any) -> None:
-    import torch
-
-    if isinstance(value, type) and issubclass(value, torch.nn.modules.loss._Loss):
+    if isinstance(value, type) and value.__module__ == "torch.nn.modules.loss":
         hints = [f"give an instance: task=nn.{value.__name__}()"]
         raise UsageError(f"task is the class {value.__name__}, not a loss", hints=hints)
     if inspect.isfunction(value):

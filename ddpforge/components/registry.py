@@ -161,7 +161,7 @@ class Registry:
         with _importing(location, file, None if entry else base, broken):
             if not file and is_beside_a_recipe(location):
                 raise ModuleNotFoundError(f"No module named {location!r}", name=location.partition(".")[0])
-            with _without_warnings() if entry else nullcontext():  # those of the user's own code are shown
+            with without_warnings() if entry else nullcontext():  # those of the user's own code are shown
                 module = import_file(file, base.resolve()) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
@@ -356,8 +356,8 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 
 # ---------------------------------------------------------------------------------------------- importing
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppresses what libraries warn of, in logs or otherwise, while they are imported: no user can act on it."""
+def without_warnings() -> Iterator[None]:
+    """Suppresses warnings of libraries inside, logged or otherwise, e.g. while they are imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

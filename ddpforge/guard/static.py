@@ -445,9 +445,9 @@ def _check_method(name: str, callback: Callback, method: str) -> None:
     """Raises UsageError for a method `on_…` that nothing calls, or that does not accept the arguments of its calls."""
     of = f"callback `{name}`: {type(callback).__name__}.{method}"
     known = [one for one in vars(Callback) if one.startswith("on_")]
+    if not callable(getattr(type(callback), method)):
+        return  # a value or a property that happens to be named so
     if method not in known:
-        if len(inspect.getattr_static(callback, method).__qualname__.split(".")) < 2:
-            return
         near = get_close_matches(method, known, n=1, cutoff=0.4)
         if not (_OF_OTHERS.match(method) or get_close_matches(method, known, n=1, cutoff=0.8)):
             return  # a method of the callback's own

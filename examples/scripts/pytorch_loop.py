@@ -18,13 +18,13 @@ recipe = {
     "schedule": {"use": "cosine"},
     "train": {"length": "10ep", "global_batch": 64, "clip_norm": 1.0},
 }
-model = Net()
 outcome = ddpforge.train(
     recipe,
-    model=model,
+    model=Net(),
     train_data=Rings(split="train"),
     eval_data=Rings(split="test", samples=1000),
     optimizer=partial(torch.optim.AdamW, lr=1e-2),
 )
-print(outcome)  # the same command resumes an interrupted run
-print("inside:", model(torch.tensor([[0.6, 0.0], [0.0, 0.0]])).argmax(1).tolist())
+print(outcome)  # the same command resumes an interrupted run, and trains nothing if it has finished
+trained = ddpforge.load("pytorch-loop", model=Net()).model()
+print("inside:", trained(torch.tensor([[0.6, 0.0], [0.0, 0.0]])).argmax(1).tolist())

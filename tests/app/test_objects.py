@@ -364,6 +364,23 @@ def test_a_method_of_a_callback_that_cannot_be_called_is_refused(callback: Callb
     assert hint in "; ".join(caught.value.__notes__)
 
 
+class OwnNames(Callback):
+    on_train = True  # a value, not a method
+
+    @property
+    def on_epoch(self) -> int:
+        """Is a value, too."""
+        return 1
+
+    def on_disk(self) -> str:
+        """Is a helper that no other library calls."""
+        return "here"
+
+
+def test_values_and_helpers_of_a_callback_may_begin_with_on() -> None:
+    assert ddpforge.train(RECIPE, model=Net(), train_data=DATA, callbacks=[OwnNames()]).exit_code == 0
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     model = Net()
     nn.init.constant_(model.layers[0].weight, float("nan"))  # type: ignore[arg-type]

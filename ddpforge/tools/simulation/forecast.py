@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ddpforge.api import Built, build_optimizer, build_without_ranks, contract_of, find_blocks
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import Registry, without_warnings
 from ddpforge.errors import ForgeError
 from ddpforge.interfaces import Task
 from ddpforge.recipe import load_recipe
@@ -100,7 +99,7 @@ def forecast(
         return build_without_ranks(loaded, registry, ranks=ranks, device="cuda")
 
     why, found = "", None
-    with _quiet():
+    with without_warnings():
         try:
             parts = build()
             of_ranks = _simulated(parts, ranks, build)
@@ -222,18 +221,3 @@ def _arithmetic(parts: Built, ranks: int) -> dict[str, int]:
         }
     among = ranks // contract.replicas
     return {name: -(-size // among) if name in contract.shards else size for name, size in sizes.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses the strategies' messages about a run, because there is no run."""
-    import warnings
-
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
