@@ -1,7 +1,6 @@
 """Documentation: its recipes load, its commands parse, its links exist, and its tables are up to date."""
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import click
 import pytest
 import yaml  # type: ignore[import-untyped]
+from support.docs_modules import docs_module
 from support.launched import Ranks
 
 import ddpforge as package
@@ -72,12 +72,7 @@ def write_files(page: Path, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------- reference
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("generate")
 
 
 @pytest.mark.parametrize(

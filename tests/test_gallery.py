@@ -1,6 +1,5 @@
 """Gallery of recipes and examples: complete, made from its sources, and not older than the files that were trained."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from support.docs_modules import docs_module
 
 from ddpforge.recipe import bundled, load_recipe
 
@@ -16,12 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def gallery() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "docs/gallery.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("gallery")
 
 
 @pytest.fixture(scope="module")

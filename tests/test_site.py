@@ -1,7 +1,6 @@
 """Documentation site: every page is in its menu, it makes no requests, and its search works from the disk."""
 
 import ast
-import importlib.util
 import json
 import re
 import tomllib
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.docs_modules import docs_module
 
 import ddpforge
 import ddpforge.api
@@ -62,12 +62,7 @@ def test_messages_on_the_troubleshooting_page_are_in_the_code() -> None:
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    spec = importlib.util.spec_from_file_location("site_of_docs", ROOT / "docs/site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    built: Path = module.build()  # strict: a link or a name without a target is an error
+    built: Path = docs_module("site").build()  # strict: a link or a name without a target is an error
     return built
 
 

@@ -1,12 +1,12 @@
 """The notebook examples/notebook.ipynb: its cells run, and give the results that it shows."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.docs_modules import docs_module
 
 ROOT = Path(__file__).parents[2]
 RESULTS = {  # the text of the last result of a cell that begins with these words
@@ -28,12 +28,7 @@ Outputs = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def maker() -> Any:
-    spec = importlib.util.spec_from_file_location("notebook_of_docs", ROOT / "docs/notebook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("notebook")
 
 
 @pytest.fixture(scope="module")
