@@ -20,7 +20,7 @@ endif
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus test-pretended gpu gpu-wheels pretend-cuda test-plugins test-plugins-together $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus test-pretended gpu gpu-wheels pretend-cuda test-plugins test-plugins-together $(PLUGIN_TESTS) bench museum lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -94,6 +94,11 @@ pretend-cuda: $(VENV)/installed    ## a CUDA device that is not there, for tests
 bench: $(VENV)/installed    ## a step's time beside a loop by hand and other libraries, in half an hour on two cores
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/steps
+
+museum: $(VENV)/installed    ## known silent errors, tried on ddpforge and other trainers: museum/results.json, docs/museum.md
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m museum
+	$(BIN)/python -m museum --prove
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

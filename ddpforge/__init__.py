@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ddpforge.app.api import predict as predict
     from ddpforge.app.evaluate import Evaluation as Evaluation
     from ddpforge.app.evaluate import Prediction as Prediction
+    from ddpforge.app.objects import run as run
     from ddpforge.app.objects import train as train
     from ddpforge.app.run import Outcome as Outcome
-    from ddpforge.app.run import run as run
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
 
@@ -24,15 +24,9 @@ __version__ = "0.5.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
     **dict.fromkeys(("Evaluation", "Prediction"), "ddpforge.app.evaluate"),
-    **dict.fromkeys(("Outcome", "run"), "ddpforge.app.run"),
-    "train": "ddpforge.app.objects",
+    "Outcome": "ddpforge.app.run",
+    **dict.fromkeys(("run", "train"), "ddpforge.app.objects"),
     **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
-}
-_TRAIN = "ddpforge.train(recipe, model=…) trains, and resumes a stopped run"
-_MEANT = {
-    **dict.fromkeys(("Trainer", "fit", "resume", "trainer", "Accelerator", "Fabric"), _TRAIN),
-    **{name: f"from ddpforge.interfaces import {name}" for name in ("Callback", "Metric", "Strategy", "Task")},
-    "sweep": "ddpforge sweep RECIPE KEY=VALUE,VALUE on the command line, or ddpforge.train in a loop",
 }
 __all__ = [
     "Evaluation",
@@ -52,10 +46,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        hint = f": {_MEANT[name]}" if name in _MEANT else ""
-        raise AttributeError(f"module 'ddpforge' has no attribute {name!r}{hint}")
-    return getattr(import_module(_LAZY[name]), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise import_module("ddpforge.components.attributes").missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

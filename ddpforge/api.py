@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from ddpforge.data import seed_all as seed_all
     from ddpforge.data.pytree import digest as digest
     from ddpforge.data.pytree import leaves as leaves
+    from ddpforge.data.pytree import select as select
     from ddpforge.data.pytree import take as take
     from ddpforge.data.pytree import to_device as to_device
     from ddpforge.guard.comparison import TOLERANCES as TOLERANCES
+    from ddpforge.guard.comparison import VISIBLE as VISIBLE
     from ddpforge.guard.comparison import Point as Point
     from ddpforge.guard.comparison import Quantity as Quantity
     from ddpforge.guard.comparison import Record as Record
@@ -61,6 +63,20 @@ if TYPE_CHECKING:
     from ddpforge.guard.comparison import compare as compare
     from ddpforge.guard.comparison import drift_text as drift_text
     from ddpforge.guard.comparison import first_drift as first_drift
+    from ddpforge.guard.rounding import PERTURBED as PERTURBED
+    from ddpforge.guard.rounding import UPDATES as UPDATES
+    from ddpforge.guard.rounding import Excess as Excess
+    from ddpforge.guard.rounding import Rounding as Rounding
+    from ddpforge.guard.rounding import Values as Values
+    from ddpforge.guard.rounding import apart as apart
+    from ddpforge.guard.rounding import excesses as excesses
+    from ddpforge.guard.rounding import multiple_of as multiple_of
+    from ddpforge.guard.rounding import norm_of as norm_of
+    from ddpforge.guard.rounding import perturb as perturb
+    from ddpforge.guard.rounding import ratio as ratio
+    from ddpforge.guard.rounding import relative as relative
+    from ddpforge.guard.rounding import resolution_of as resolution_of
+    from ddpforge.guard.rounding import worst as worst
     from ddpforge.ranks.backend_flags import explain_determinism_error as explain_determinism_error
     from ddpforge.ranks.backend_flags import restored_backend_flags as restored_backend_flags
     from ddpforge.ranks.collectives import SingleRank as SingleRank
@@ -130,8 +146,10 @@ _MODULES = {
     "ddpforge.checkpoint.weights_file": "chosen_weights write_weights",
     "ddpforge.components.registry": "Registry",
     "ddpforge.data": "Batches MicroBatch RankShare mix seed_all",
-    "ddpforge.data.pytree": "digest leaves take to_device",
-    "ddpforge.guard.comparison": "TOLERANCES Point Quantity Record Tolerances compare drift_text first_drift",
+    "ddpforge.data.pytree": "digest leaves select take to_device",
+    "ddpforge.guard.comparison": "TOLERANCES VISIBLE Point Quantity Record Tolerances compare drift_text first_drift",
+    "ddpforge.guard.rounding": "PERTURBED UPDATES Excess Rounding Values apart excesses multiple_of norm_of perturb "
+    "ratio relative resolution_of worst",
     "ddpforge.ranks.backend_flags": "explain_determinism_error restored_backend_flags",
     "ddpforge.ranks.collectives": "SingleRank",
     "ddpforge.ranks.devices": "accelerators choose_device chosen_kind named_kind",

@@ -154,6 +154,14 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")  # of torch._dynamo.eval_frame.OptimizedModule
 
 
+def on_compile(begin: Callable[..., None], end: Callable[..., None]) -> None:
+    """Calls `begin` and `end` around all further compilations; neither, if torch has no longer its private hook."""
+    from torch._dynamo import callback
+
+    for hook, called in ("on_compile_start", begin), ("on_compile_end", end):
+        getattr(callback, hook, lambda _: None)(called)
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Returns True if a parameter has hooks on its gradient, which FSDP would not copy to its own parameters.
 
@@ -243,6 +251,13 @@ def waits(operator: Any) -> bool:
 
     known = getattr(getattr(torch.ops, "_c10d_functional", None), "wait_tensor", None)
     return known is not None and operator is known.default
+
+
+def in_backward() -> bool:
+    """Returns True within a backward pass, e.g. while a checkpointed block runs again. The fallback returns False."""
+    import torch
+
+    return bool(getattr(torch._C, "_current_graph_task_id", lambda: -1)() != -1)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

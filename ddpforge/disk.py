@@ -91,16 +91,19 @@ def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, li
     size, unsynced, hashes = 0, 0, []
     with create(path) as file:
         for block in blocks:
-            digest, view = xxh3(), memoryview(block)
+            view = memoryview(block)
+            digest = xxh3() if len(view) > _STRIDE else None
             for start in range(0, len(view), _STRIDE):
-                piece = view[start : start + _STRIDE]
-                digest.update(piece)
+                piece = view if digest is None else view[start : start + _STRIDE]
+                if digest is not None:
+                    digest.update(piece)
                 write(file, piece)
                 unsynced += len(piece)
                 if unsynced >= _MOST_UNSYNCED:
                     sync(file)
                     unsynced = 0
-            hashes.append(digest.hexdigest())
+            # In one call for a small tensor: a checkpoint may have 100,000 of them.
+            hashes.append(xxh3_hex(view) if digest is None else digest.hexdigest())
             size += len(view)
         sync(file)
     return size, hashes
@@ -134,6 +137,11 @@ def put_away(path: Path) -> Path:
 def xxh3(data: bytes | bytearray | memoryview = b"") -> xxhash.xxh3_128:
     """Returns an XXH3-128 hash object: it detects damage at the speed of memory, but it does not detect forgery."""
     return xxhash.xxh3_128(data)
+
+
+def xxh3_hex(data: bytes | bytearray | memoryview) -> str:
+    """Returns the XXH3-128 of data in one call, as text: three times as fast for a small tensor."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def sha256(path: Path) -> str:

@@ -80,6 +80,7 @@ class ForgeError(Exception):
 _ARGUMENTS = (
     (re.compile(r"--(allow-change|set) (\S+?)([,;:.]?)(?=\s|$)"), r'\1=["\2"]\3'),
     (re.compile(r"--(step) (\w+)"), r"\1=\2"),
+    (re.compile(r"--(out|weights|profile) (\w[\w./]*)"), r'\1="\2"'),
     (re.compile(r"--(fresh|best|force)\b"), r"\1=True"),
 )
 """Options of the command line, and the arguments of the Python API in their place."""

@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = [
         "open_files",
         "opens_nvidia_gpu",
         "peak_memory",
+        "process_created",
         "process_state",
     ),
     *("read_sequentially", "resident_memory", "shared_memory_folder", "terminate_with_parent", "usable_cores"),
@@ -183,6 +185,15 @@ def wait_status(pid: int) -> int | None:
     """Returns the wait status of an ended process that its parent has not reaped; None if the system hides it."""
     stat = _stat(pid) or []
     return int(stat[49]) if len(stat) > 49 and stat[0] == "Z" else None
+
+
+def process_created() -> float:
+    """Returns the time at which this process was created, in seconds since 1970."""
+    if stat := _stat(os.getpid()):
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    import psutil
+
+    return float(psutil.Process().create_time())
 
 
 def wait_for_end(pid: int, poll: select.poll | None, seconds: float) -> bool:

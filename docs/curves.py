@@ -57,7 +57,7 @@ def trained() -> dict[str, Any]:
     reference = [point["reference"] for point in next(iter(curves.values()))]
     return {
         "command": f"ddpforge {' '.join(COMMAND)}",
-        "tolerance": report["tolerances"]["loss"],
+        "tolerance": report["measured"]["train/loss"],
         "runs": [
             {"strategy": name.partition("@")[0], "ranks": int(name.partition("@")[2]), "loss": loss}
             for name, loss in {

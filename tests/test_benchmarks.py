@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "name", "rows"), [(1, "report", 11), (2, "report-2", 8)])
+@pytest.mark.parametrize(("ranks", "name", "rows"), [(1, "report", 12), (2, "report-2", 8)])
 def test_gpu_acceptance_runs_on_cpus_and_writes_its_report(tmp_path: Path, ranks: int, name: str, rows: int) -> None:
     tests = tmp_path / "tests.xml"
     tests.write_text(

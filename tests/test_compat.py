@@ -386,6 +386,22 @@ def test_trial_id_falls_back_to_the_trials_number() -> None:
     assert compat.trial_id(SimpleNamespace(number=3)) == 3
 
 
+def test_in_backward_is_true_within_a_backward_pass_and_false_without_torch_s_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+    weight = torch.ones(2, requires_grad=True)
+    total = (weight * 2).sum()
+    total.register_hook(lambda _: found.append(compat.in_backward()))  # type: ignore[no-untyped-call]
+    found.append(compat.in_backward())
+    total.backward()
+    lack("_current_graph_task_id")(monkeypatch)
+    again = (weight * 3).sum()
+    again.register_hook(lambda _: found.append(compat.in_backward()))  # type: ignore[no-untyped-call]
+    again.backward()
+    assert found == [False, True, False]
+
+
 def test_torch_has_compares_versions() -> None:
     assert compat.torch_has("2.9")
     assert not compat.torch_has("99.0")
@@ -394,3 +410,22 @@ def test_torch_has_compares_versions() -> None:
 def test_unknown_names_of_compat_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         compat.absent  # noqa: B018
+
+
+def test_on_compile_is_called_around_a_compilation_and_never_without_torch_s_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo import callback
+
+    called: list[str] = []
+    for name in ("start_callbacks", "end_callbacks"):
+        monkeypatch.setattr(callback.callback_handler, name, [*getattr(callback.callback_handler, name)])
+    compat.on_compile(lambda *_: called.append("begin"), lambda *_: called.append("end"))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert called == ["begin", "end"]
+
+    for hook in ("on_compile_start", "on_compile_end"):
+        monkeypatch.delattr(callback, hook)
+    compat.on_compile(lambda *_: called.append("begin"), lambda *_: called.append("end"))  # registers nothing
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
+    assert called == ["begin", "end"] * 2

@@ -102,6 +102,7 @@ RUN = {
     "guides/memory": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
     "guides/scripts": Page(("digits",), files={"recipe.toml": SHORT}),
     "guides/report": Page(("digits",)),
+    "guides/time": Page(("digits",)),
     "extend/research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
     "guides/resume": Page(
         ("digits",),
@@ -135,6 +136,9 @@ RUN = {
         }
     ),
     "guides/hangs": Page(("digits",)),
+    "guides/silent-corruption": Page(
+        ("digits",), swaps={"digits --nproc 3": "digits --nproc 2 --fresh train.length=2ep", "every=200": "every=20"}
+    ),
     "guides/debugger": Page(files={"recipe.toml": SHORT}),
     "extend/plugin": Page(),
     "extend/strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
@@ -160,6 +164,9 @@ NOT_HERE = {
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
     r"sft\.toml|dpo\.toml|(generate|export) sft": "a model to fetch: ddpforge-transformers, tests/test_smollm.py",
+    r"ddpforge-embeddings|sentence_transformers|export search": "a package: plugins/ddpforge-embeddings/tests",
+    r"ddpforge_diffusers|digits-flow": "a package to install: plugins/ddpforge-diffusers/tests/test_flow_training.py",
+    r"nano$|^sh run\.sh|plan pretrain": "takes minutes: plugins/ddpforge-transformers/tests/test_nano.py",
     r"labeled=false": "runs that do not exist here: tests/app/test_class_names.py",
     r"\.onnx|\.pt2": "takes long: tests/interop/test_export.py",
     r"batch-size|lr-range": "takes long: tests/tools/trials",
@@ -175,6 +182,10 @@ OTHER_PAGES = {
     "install": "tests/test_tutorial.py, and the page on `doctor`",
     "migrate": "tests/test_migrate.py",
     "prove": "tests/tools/prove/test_prove.py",
+    "certify": "tests/tools/certify/test_certify.py",
+    "museum": "tests/test_museum.py",
+    "certificates": "docs/certificate.py runs each: tests/test_certificates.py",
+    "bisect": "tests/tools/bisection/test_bisect.py",
     "why-toml": "tests/cli/test_schema.py",
 }
 """Pages whose commands other tests run."""

@@ -31,6 +31,7 @@ def test_a_copied_error_keeps_its_hints_and_notes(copied: object) -> None:
     ("hint", "note"),
     [
         ("start from scratch with --fresh; or wait", "start from scratch with fresh=True; or wait"),
+        ("choose a folder with --out other/runs", 'choose a folder with out="other/runs"'),
         ("continue: --allow-change run", 'continue: allow_change=["run"]'),
         ("or set it: --set name=NAME, once", 'or set it: sets=["name=NAME"], once'),
         ("choose one with --step 40 or --best", "choose one with step=40 or best=True"),

@@ -24,7 +24,7 @@ FULL = (
 )
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
-TIMES = ("time", "attempt", "train/samples_per_second", "train/time/")
+TIMES = ("time", "attempt", "train/samples_per_second", "train/time/", "perf/")
 ROUNDING = {"muon": 5e-3}  # torch's Muon makes matrices orthogonal in bfloat16; 2e-5 for the others
 NOISY = {"diffusion"}  # evaluations draw noise from the rank's RNG
 LINES = {"gan": 60, "infonce": 40, "plateau": 10}  # 80 for the others

@@ -31,7 +31,14 @@ from ddpforge.testing.ranks import reserved_port
 
 KEPT = Path(__file__).parent / "golden/curves.json"
 ELSEWHERE = 1e-6  # relative difference on a machine with other instructions, or with another torch
-TIMES = ("time", "train/time/", "train/samples_per_second", "train/items_per_second", "train/tokens_per_second")
+TIMES = (
+    "time",
+    "train/time/",
+    "train/samples_per_second",
+    "train/items_per_second",
+    "train/tokens_per_second",
+    "perf/",
+)
 
 DIGITS = """
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }

@@ -21,6 +21,7 @@ MODULES = {
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"tools.bisect", "tools.certify"},
     {"testing"},
     {"tools.prove"},
     {"tools.script_comparison", "tools.simulation"},
@@ -28,6 +29,7 @@ LAYERS = [
     {"interop", "tools", "tools.doctor", "tools.parity"},
     {"api"},
     {"app.api"},
+    {"app.follow"},
     {"app.evaluate", "app.generation", "app.objects"},
     {"app.run"},
     {"app.attempt"},
@@ -70,7 +72,7 @@ LIGHT = {
 }
 LIGHT |= {f"ranks.{name}" for name in ("environment", "failures", "heartbeat", "logs", "process_exit", "run_limits")}
 LIGHT |= {"ranks.signal_policy", "ranks.signals"}
-LIGHT |= {"app.choose", "guard"}
+LIGHT |= {"app.choose", "guard", "features.corruption_check"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "checks", "contract", "data_names", "metric_direction")}
 LIGHT |= {"training.problems", "training.stages"}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}

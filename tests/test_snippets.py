@@ -73,6 +73,7 @@ PACKAGE = "a package to install: tests/testing/test_plugin_docs.py, tests/compon
 TUTORIAL, CUSTOM_LOSS, MIGRATE = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py", "tests/test_migrate.py"
 
 SMOLLM = "a model to fetch: plugins/ddpforge-transformers/tests/test_smollm.py"
+DIFFUSERS = "components of a package: plugins/ddpforge-diffusers/tests/test_flow_training.py"
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
 DETECTION = "tests/builtin/tasks/test_detection.py"
@@ -96,7 +97,15 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         'metric = "eval/accuracy"': Recipe(),
         "peak_flops": Recipe(),
     },
-    "chat-data": {'name = "sft"': "a model to fetch: plugins/ddpforge-transformers/tests/test_chat.py"},
+    "chat-data": {
+        'name = "sft"': "a model to fetch: plugins/ddpforge-transformers/tests/test_chat.py",
+        "qwen3_next": "a part of a recipe: plugins/ddpforge-transformers/tests/test_token_mixers.py",
+    },
+    "pairs-and-tags": {
+        'name = "pairs"': "a model to fetch: plugins/ddpforge-transformers/tests/test_encoder_decoder.py",
+        'name = "entities"': "a model to fetch: plugins/ddpforge-transformers/tests/test_token_classes.py",
+    },
+    "image-chats": {'name = "images"': "a model to fetch: plugins/ddpforge-transformers/tests/test_image_training.py"},
     "checkpoints": {
         "mirror": "needs S3: tests/runs/test_mirror.py, against a local server",
         "keep = {": Recipe(),
@@ -105,7 +114,14 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "custom-loss": {'name = "focal"': CUSTOM_LOSS, "entry-points": CUSTOM_LOSS, "model_loss": OWN_LOSS},
     "data-loading": {"prefetch": Recipe()},
     "detection": {"coco_detection": DETECTION},
-    "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
+    "embeddings": {'name = "search"': "a model to fetch: plugins/ddpforge-embeddings/tests/test_runs.py"},
+    "evaluate": {
+        "eval_batch": Recipe(),
+        "eval_by": Recipe(sets=("~train.eval_every",)),
+        "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split")),
+    },
+    "language-models": {"# sft.toml": SMOLLM, "# dpo.toml": SMOLLM},
+    "rewards": {"# grpo.toml": "a model to fetch: plugins/ddpforge-transformers/tests/test_policy_optimization.py"},
     "fine-tuning": {
         "runs/digits": Recipe("finetune-digits"),
         "blocks.0": Recipe("gpt.toml"),
@@ -114,6 +130,11 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "frozen_dtype": Recipe("gpt.toml"),
         'use = "lora"': Recipe("gpt.toml"),
         "save": Recipe("finetune-digits"),
+    },
+    "flow-matching": {
+        'name = "digits-flow"': DIFFUSERS,
+        "latents.safetensors": DIFFUSERS,
+        'subfolder = "transformer"': DIFFUSERS,
     },
     "hangs": {"hang_timeout": Recipe()},
     "loggers": {
@@ -174,6 +195,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "nan": {"on_nonfinite": Recipe(), "anomaly": Recipe()},
     "memory": {"memory_check": Recipe()},
     "reproducibility": {"deterministic": Recipe()},
+    "silent-corruption": {"corruption_check": Recipe(ranks=2)},
     "troubleshooting": {"find_unused_parameters": Recipe(ranks=2)},
     "pipeline-parallel": {
         "schedule": Recipe("gpt.toml", ranks=4),
@@ -262,6 +284,7 @@ COMPONENTS = {
 """Recipes for Python components on pages without a recipe for them."""
 
 PYTHON: dict[str, dict[str, str]] = {
+    "certify": {"class Mine(Strategy)": "tests/tools/certify/test_certify.py"},
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
     "detection": {"# detector.py": DETECTION, "def collate": DETECTION},
     "dataset": {"owl-1.pt": "tests/app/test_class_names.py, with a dataset of this kind"},
@@ -293,6 +316,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "observer": {"# step_times.py": "tests/runs/test_observers.py"},
     "predict": {"denoised": ""},
     "language-models": {"sft-merged": SMOLLM},
+    "flow-matching": {"AutoencoderKL": DIFFUSERS, "DiTTransformer2DModel": DIFFUSERS},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import omits_weights
 from ddpforge.checkpoint.weights_file import chosen_weights
+from ddpforge.components.attributes import missing_attribute
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix
@@ -35,6 +36,7 @@ from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.launchers.local import LaunchSpec, prepare_launch
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
+from ddpforge.recipe.call_mistakes import public
 from ddpforge.recipe.load import as_toml, raise_no_recipe, reject_text
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
@@ -51,6 +53,7 @@ __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 _Checkpoint = Literal["newest", "best"] | int
 
 
+@public
 def launch(
     recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
     *,
@@ -124,6 +127,7 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any] | LoadedRecipe) -> Itera
         yield f"./{Path(file.name).name}"
 
 
+@public
 def evaluate(
     run: str | Path,
     *,
@@ -138,10 +142,11 @@ def evaluate(
     `ddpforge.train` needs the same objects again: `model`, `task`, `eval_data`, `callbacks`. For the other arguments
     see `ddpforge.app.evaluate.evaluate`. Raises ForgeError.
     """
-    folder, registry = RunFolder.find(_place(run)), GivenObjects.of(objects).registry()
+    registry, folder = GivenObjects.of(objects).registry(), RunFolder.find(_place(run))
     return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only, registry=registry)
 
 
+@public
 def predict(
     run: str | Path,
     out: str | Path,
@@ -179,6 +184,7 @@ def predict(
     )
 
 
+@public
 def load(
     run: str | Path,
     *,
@@ -197,7 +203,7 @@ def load(
 
     Raises UsageError if there is no such checkpoint, or no such weights.
     """
-    path, registry = Path(_place(run)), GivenObjects.of(objects).registry()
+    registry, path = GivenObjects.of(objects).registry(), Path(_place(run))
     if not is_checkpoint(path):
         folder = RunFolder.find(str(run))
         return _opened(folder, choose(folder, **_chosen(checkpoint)), weights, registry)
@@ -254,6 +260,8 @@ class TrainedRun:
     checkpoint: Path
     chosen: str | None = None
     registry: Registry = field(default_factory=Registry.installed, repr=False)  # the components of its recipe
+    if not TYPE_CHECKING:
+        __getattr__ = missing_attribute
 
     @cached_property
     def _reader(self) -> CheckpointReader:
@@ -388,15 +396,17 @@ class TrainedRun:
         how: Sampling,
         *,
         system: str | None = None,
+        images: Sequence[str] = (),
         device: str | torch.device = "cpu",
     ) -> Iterator[str]:
         """Yields the answer to each of the user's turns of a chat, rendered with the chat template of the data.
 
-        Raises UsageError if the run's task is not next-token prediction, or if its data has no chat template.
+        `images` are files of the first turn. Raises UsageError if the run's task is not next-token prediction, or if
+        its data has no chat template, or no images.
         """
         data = self.data()
         check_language(self.task(), data)
-        yield from answers(self.model(device=device), data, turns, how, system=system)
+        yield from answers(self.model(device=device), data, turns, how, system=system, images=images)
 
     def lm_eval(
         self,

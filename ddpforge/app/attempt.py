@@ -11,11 +11,12 @@ from functools import partial
 from os import getpid
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import omits_weights
+from ddpforge.components.attributes import missing_attribute
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
 from ddpforge.interfaces import RankWatch, RunAttempt, SourceSampler, Tracker, World
 from ddpforge.local_world import is_launched
@@ -33,7 +34,7 @@ from ddpforge.recipe import Recipe
 from ddpforge.runs.changes import reject_finished
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status, in_words
 from ddpforge.runs.media import MediaFiles
-from ddpforge.runs.metrics import JSONLTracker
+from ddpforge.runs.metrics import JSONLTracker, read_evaluations
 from ddpforge.runs.observers import Around, RunObserver
 from ddpforge.runs.resume import OpenedRun, warn_restart
 from ddpforge.secret_redaction import redacted
@@ -60,6 +61,8 @@ class Outcome:
     folder: Path
     status: Status
     is_rank_zero: bool
+    if not TYPE_CHECKING:
+        __getattr__ = missing_attribute
 
     @property
     def exit_code(self) -> ExitCode:
@@ -445,6 +448,7 @@ def checkpoints_of(folder: RunFolder, parts: Dealt, world: World, peers: WriterG
         ranks=world.global_ranks,
         keep_every=parts.plan.every.get("checkpoint.keep.every"),
         before_commit=folder.sync_metrics,
+        evaluations=lambda: read_evaluations(folder.path) if parts.recipe.train.eval_by == "follower" else None,
     )
 
 

@@ -177,7 +177,7 @@ def _model(chosen: Chosen) -> nn.Module:
 
 def _on_meta(chosen: Chosen) -> nn.Module:
     """Builds the model on the meta device, or on the CPU if it is small or its constructor reads values."""
-    with suppress(BuildFailed), torch.device("meta"):
+    with suppress(BuildFailed, NotImplementedError), torch.device("meta"):
         model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
         if count_parameters(model).all > SMALL:
             return model

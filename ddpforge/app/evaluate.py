@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ddpforge.app.choose import choose
 from ddpforge.app.prediction_tables import TableWriter, check_table, writing
 from ddpforge.app.run import join
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.components.attributes import missing_attribute
 from ddpforge.components.registry import Registry
 from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
@@ -41,7 +42,15 @@ from ddpforge.training.problems import Problems
 from ddpforge.training.stages import Chosen, Dealt, key_of, source_components
 from ddpforge.watchdog.watchdog import end_startup_watch
 
-__all__ = ["Evaluation", "Prediction", "check_sets", "evaluate", "predict"]
+__all__ = [
+    "Evaluation",
+    "Prediction",
+    "check_sets",
+    "choose_parts",
+    "evaluate",
+    "evaluate_checkpoint",
+    "predict",
+]
 
 log = logging.getLogger("ddpforge")
 
@@ -53,6 +62,8 @@ class Evaluation:
     step: int
     metrics: dict[str, float]
     is_rank_zero: bool
+    if not TYPE_CHECKING:
+        __getattr__ = missing_attribute
 
     def as_dict(self) -> dict[str, Any]:
         """Returns step and metrics for JSON. JSON has no NaN: a metric that is not finite is None."""
@@ -86,12 +97,27 @@ def evaluate(
     """
     environment().export_variables()
     reject_text("only", only)
-    loaded, registry = _load(folder, sets, registry)
-    chosen, problems = _choose(loaded, registry, only)
+    chosen, problems = choose_parts(folder, sets, registry, only)
     world = join(chosen)
     if chosen.other_layout and world.is_rank_zero:
         log.info("%s", chosen.other_layout)
     checkpoint = on_rank_zero(world.global_ranks, lambda: choose_checkpoint(folder, step=step, best=best))
+    found = evaluate_checkpoint(checkpoint, chosen, world, problems, folder)
+    leave(world)
+    return found
+
+
+def choose_parts(
+    folder: RunFolder, sets: Sequence[str], registry: Registry | None, only: Sequence[str] = ()
+) -> tuple[Chosen, Problems]:
+    """Loads the recipe of a run, chooses and checks the components of an evaluation; see `evaluate`."""
+    return _choose(*_load(folder, sets, registry), only)
+
+
+def evaluate_checkpoint(
+    checkpoint: Path, chosen: Chosen, world: World, problems: Problems, folder: RunFolder
+) -> Evaluation:
+    """Builds model and data, and evaluates the weights of `checkpoint`. Collective."""
     reader = CheckpointReader(checkpoint)
     dealt = _build(chosen, world, problems, reader)
     end_startup_watch()  # an evaluation may take long
@@ -99,7 +125,6 @@ def evaluate(
         if world.is_rank_zero:
             log.info("evaluating %s", _what_is_used(checkpoint, dealt))
         metrics = evaluator.evaluate(reader.metadata.step)
-    leave(world)
     return Evaluation(reader.metadata.step, metrics, world.is_rank_zero)
 
 
@@ -111,6 +136,8 @@ class Prediction:
     samples: int
     step: int
     is_rank_zero: bool
+    if not TYPE_CHECKING:
+        __getattr__ = missing_attribute
 
     def as_dict(self) -> dict[str, Any]:
         """Returns file, samples and step for JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,27 +99,43 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
 
 @torch.no_grad()
 def answers(
-    model: nn.Module, data: Any, turns: Iterable[str], how: Sampling, *, system: str | None = None
+    model: nn.Module,
+    data: Any,
+    turns: Iterable[str],
+    how: Sampling,
+    *,
+    system: str | None = None,
+    images: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yields the model's answer to each of the user's `turns` of one conversation; `system` is its system message.
 
     `data.encode_chat(messages)` renders the conversation, and an answer ends at a token of `data.end_tokens`. The same
-    seed gives the same answers. Raises UsageError if the data has no chat template, or if it refuses the messages.
+    seed gives the same answers. `images` are files that belong to the first turn: `data.encode_image_chat(messages,
+    images)` returns all inputs of the model by name, tensors of one sample. Raises UsageError if the data has no chat
+    template, takes no images, or refuses the messages.
     """
     if not hasattr(data, "encode_chat"):
         raise UsageError(
             f"{component_name(data)} has no chat template, so --chat does not know the form of its prompts",
             hints=["omit --chat to continue a text", "or give the dataset `encode_chat(messages)` and `end_tokens`"],
         )
-    draw = _by_itself if _is_of_transformers(model) else _drawn
+    if images and not (hasattr(data, "encode_image_chat") and _is_of_transformers(model)):
+        raise UsageError(
+            f"{component_name(data)} has no images in its chats",
+            hints=["omit --image, or train a model of images and text, with chats that have images"],
+        )
     device = next(model.parameters()).device
     messages = [] if system is None else [{"role": "system", "content": system}]
     for number, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         with recipe_faults():
-            tokens = torch.tensor(data.encode_chat(messages), device=device)
-            ends = data.end_tokens
-        found = data.decode(draw(model, tokens, how, mix(how.seed, number), ends))
+            given = data.encode_image_chat(messages, images) if images else {"input_ids": data.encode_chat(messages)}
+            more = {name: torch.as_tensor(one, device=device) for name, one in given.items()}
+            tokens, ends, seed = more.pop("input_ids").flatten(), data.end_tokens, mix(how.seed, number)
+        if _is_of_transformers(model):
+            found = data.decode(_by_itself(model, tokens, how, seed, ends, more))
+        else:
+            found = data.decode(_drawn(model, tokens, how, seed, ends))
         messages.append({"role": "assistant", "content": found})
         yield found
 
@@ -206,9 +222,24 @@ class _Cache(AttentionContext):
         return super().attention(q, k, v, causal=causal and not self._past, dropout=dropout)
 
 
-def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int, ends: Sequence[int] = ()) -> list[int]:
-    """Returns the tokens that `generate` of transformers adds to the prompt; it also stops at one of `ends`."""
-    longest = getattr(model.config, "max_position_embeddings", None)
+def _by_itself(
+    model: Any,
+    tokens: Tensor,
+    how: Sampling,
+    seed: int,
+    ends: Sequence[int] = (),
+    more: Mapping[str, Tensor] | None = None,
+) -> list[int]:
+    """Returns the tokens that `generate` of transformers adds to the prompt; it also stops at one of `ends`.
+
+    `more` are further inputs of the model, for the whole prompt.
+    """
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and more and len(tokens) + how.tokens > longest:
+        raise UsageError(
+            f"the model takes {longest} tokens; the prompt has {len(tokens)} with those of its images, so that"
+            f" {longest - len(tokens)} are left for an answer, but tokens = {how.tokens}"
+        )
     if longest is not None and len(tokens) + how.tokens > longest:
         if how.tokens >= longest:
             raise UsageError(f"the model takes {longest} tokens; tokens = {how.tokens} leaves no room for the prompt")
@@ -224,9 +255,10 @@ def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int, ends: Seque
         torch.manual_seed(seed)
         ids = model.generate(
             input_ids=tokens[None],
-            attention_mask=torch.ones_like(tokens[None]),
+            **{"attention_mask": torch.ones_like(tokens[None]), **(more or {})},
             max_new_tokens=how.tokens,
             **drawing,
         )
-    found: list[int] = ids[0, len(tokens) :].tolist()
+    begin = 1 if model.config.is_encoder_decoder else len(tokens)  # a decoder begins with one token of its own
+    found: list[int] = ids[0, begin:].tolist()
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from ddpforge.components.errors import UnknownComponent
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
-from ddpforge.recipe.vocabulary import Vocabulary, foreign_keys
 
 __all__ = [
     "check_list_of_callbacks",
@@ -19,7 +18,6 @@ __all__ = [
     "check_object",
     "is_function",
     "of_parameters",
-    "unknown_argument",
 ]
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -36,73 +34,6 @@ def _a(value: Any) -> str:
 
 def _with_article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
-
-
-# ---------------------------------------------------------------------------------------------- names of arguments
-_COLLATE = "give the dataset a method `collate(samples)`, which makes a batch"
-_ARGUMENTS = {
-    "model=…": "network net module model_init",
-    "task=…": "loss loss_fn loss_function criterion objective",
-    "train_data=…": "train_dataset dataset data train_ds trainset train_set training_data train_loader "
-    "train_dataloader train_dataloaders dataloader x y",
-    "eval_data=…": "eval_dataset val_dataset valid_dataset test_dataset validation_dataset val_data valid_data "
-    "test_data validation_data val_loader val_dataloader val_dataloaders eval_dataloader eval_ds val_ds",
-    "optimizer=…, a function of the parameters": "optim opt optimizers optimizer_cls",
-    "schedule=…, a function of the step": "scheduler lr_scheduler lr_schedule",
-    "a list: callbacks=[…]": "callback hooks",
-    "strategy=…, or name it in the recipe: {'strategy.use': 'fsdp'}": "strategy_name distributed parallel",
-    "out=…": "output_dir out_dir outdir save_dir log_dir logdir default_root_dir output",
-    "sets=[…], such as 'optimizer.lr=1e-3'": "set overrides override opts",
-    "fresh=True": "overwrite overwrite_output_dir restart",
-    "profile='20..25'": "profiler profile_steps",
-}
-_HINTS = {
-    "the first argument is the recipe: a file, or a dict": "args training_args config cfg hparams trainer settings",
-    "name metrics in the recipe: {'task.metrics': ['accuracy']}": "metrics metric compute_metrics",
-    "trackers are tables of the recipe: {'track.wandb.project': 'mine'}": "logger loggers tracker trackers log_with "
-    "wandb report_to",
-    _COLLATE: "collate_fn data_collator collator",
-    "the dataset tokenizes: ddpforge-transformers has such datasets": "tokenizer processing_class processor",
-    "ddpforge.launch(recipe, nproc=2, …) starts processes, and so does torchrun": "nproc nproc_per_node num_processes "
-    "gpus devices num_gpus n_gpus world_size ranks num_nodes nodes",
-    "the same call resumes a stopped run; fresh=True starts from scratch": "resume resume_from_checkpoint resume_from",
-    "set checkpoint.init_from in the recipe to begin with the weights of a file": "checkpoint ckpt_path ckpt weights "
-    "checkpoint_path init_from load_from",
-    "set train.device in the recipe": "device accelerator",
-    'a LightningDataModule is named in the recipe: use = "lightning" in [data.train]': "datamodule data_module",
-    "a part of a dataset is a dataset: {'data.eval': {'use': 'part', …}}": "validation_split val_split test_size",
-    "the data is shuffled, unless the recipe has [data.sampler]": "shuffle",
-    "ddpforge run RECIPE --dry-run 5 tries some steps": "dry_run fast_dev_run",
-    "progress and metrics are logged; in a notebook, a callback has them live": "verbose progress enable_progress_bar",
-    "checkpoint=STEP chooses a checkpoint of `load`, `evaluate` and `predict`": "step best",
-    "TrainedRun.model(device=…) moves a loaded model": "map_location",
-}
-
-
-def unknown_argument(name: str, value: Any, objects: Sequence[str]) -> UsageError:
-    """Returns the error for an argument that a run does not have, with what to write instead."""
-    hints = [f"give {way}" for way, names in _ARGUMENTS.items() if name in names.split()]
-    hints += [way for way, names in _HINTS.items() if name in names.split()]
-    hints = hints or list(_of_recipe(name, value))
-    return UsageError(f"a run has no argument `{name}`", hints=[*hints, f"objects: {', '.join(objects)}"])
-
-
-def _of_recipe(name: str, value: Any) -> Iterator[str]:
-    """Yields the key of the recipe that has the meaning of an argument."""
-    plain = value if isinstance(value, bool | int | float | str) else None
-    if name == "batch_size":
-        yield f"set train.global_batch = {plain or 64} in the recipe: the samples of a step, over all ranks"
-    elif foreign := foreign_keys().get(name.lower()):
-        written = foreign.of(name, plain)
-        section = "".join(f"{part}." for part in foreign.path[:-1])
-        yield f"set {section}{written.split('`')[1]} in the recipe" if foreign.text else written
-    elif name in ("lr", "weight_decay", "momentum", "betas", "eps"):
-        yield f"set optimizer.{name}{f' = {plain}' * bool(plain)} in the recipe"
-    else:
-        vocabulary = Vocabulary()
-        for table in vocabulary.models:
-            if name in vocabulary.keys(table):
-                yield f"set {'.'.join(map(str, (*table, name)))} in the recipe"
 
 
 # ---------------------------------------------------------------------------------------------- lists and dicts

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,17 +20,21 @@ from ddpforge.app.object_mistakes import (
     check_object,
     is_function,
     of_parameters,
-    unknown_argument,
 )
 from ddpforge.app.run import Outcome, RunOptions, run_loaded
+from ddpforge.app.run import run as _run
 from ddpforge.components.kinds import KINDS
+from ddpforge.components.local_code import is_installed
 from ddpforge.components.registry import OBJECT, Registry
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.recipe import LoadedRecipe, load_recipe
+from ddpforge.recipe.call_mistakes import public, unknown_argument
 from ddpforge.recipe.toml import Table
 from ddpforge.runs.folder import RunFolder
 
-__all__ = ["GivenObjects", "Objects", "name_of", "train"]
+__all__ = ["GivenObjects", "Objects", "name_of", "run", "train"]
+
+run = public(_run)
 
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _RECORDED = (bool, int, float, str)
@@ -117,7 +120,7 @@ class GivenObjects:
         for _, value in self.given.values():
             root = sys.modules.get(value.__module__.partition(".")[0])
             file = getattr(root, "__file__", None)
-            if file and not _is_installed(file):
+            if file and not is_installed(file):
                 folder = Path(file).absolute().parent
                 found[str(folder.parent if hasattr(root, "__path__") else folder)] = None
         return list(found)
@@ -274,19 +277,13 @@ _TRAINED: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 """Models that this process has begun to train, with the folder of the run."""
 
 
-def _is_installed(file: str) -> bool:
-    """True for a file of Python or of a package that pip has installed."""
-    folders = {"site-packages", "dist-packages"}
-    return bool(folders & {*Path(file).parts}) or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
-
-
 def _source(value: Any) -> str:
     """Returns the code of an object's class or function, and its settings as far as they have a text."""
     from torch import nn
 
     owner, lines, own = _class_of(value), [], False
     with suppress(OSError, TypeError):
-        if own := not _is_installed(inspect.getfile(owner)):
+        if own := not is_installed(inspect.getfile(owner)):
             lines.append(inspect.getsource(owner))
     if inspect.isfunction(owner):
         cells = inspect.getclosurevars(owner).nonlocals
@@ -304,6 +301,7 @@ def _source(value: Any) -> str:
 _PLAIN = (bool, int, float, str, tuple, list, dict)
 
 
+@public
 def train(
     recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
     *,

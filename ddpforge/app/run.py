@@ -39,6 +39,9 @@ from ddpforge.training.stages import Chosen
 __all__ = ["Outcome", "RunOptions", "join", "peers_of", "run", "run_loaded"]
 
 
+_OBJECTS = "objects: ddpforge.train(recipe, model=…); settings are keys of the recipe"
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of a run besides its recipe, see `run`; `sources` is the code of objects of Python, for its folder."""
@@ -86,7 +89,10 @@ def run(
     """
     if objects:
         given = ", ".join(f"{name}=…" for name in objects)
-        raise UsageError(f"`run` takes only a recipe, not {given}", hints=[f"ddpforge.train(recipe, {given})"])
+        raise UsageError(
+            f"`run` takes only a recipe, not {given}",
+            hints=["objects: ddpforge.train(recipe, model=…); settings are keys of the recipe"],
+        )
     loaded = load_recipe(recipe, sets=sets)
     with loaded.locating():
         return run_loaded(loaded, Registry.installed(), RunOptions(out, fresh, allow_change, max_time, profile))

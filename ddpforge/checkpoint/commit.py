@@ -6,6 +6,7 @@ import logging
 import platform
 import secrets
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,14 +17,14 @@ import torch
 from ddpforge import __version__, disk
 from ddpforge.checkpoint import safetensors_writer
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
-from ddpforge.checkpoint.state import CheckpointMetadata, FlatState, RankState
+from ddpforge.checkpoint.state import CheckpointMetadata
 from ddpforge.errors import CheckpointError
 
 log = logging.getLogger("ddpforge")
 
 
-def describe(facts: CheckpointMetadata, state: RankState, flat: FlatState) -> Manifest:
-    """Returns the manifest without files and tensors; raises CheckpointError if JSON cannot hold a value."""
+def describe(facts: CheckpointMetadata, aliases: Mapping[str, str]) -> Manifest:
+    """Returns the manifest without files and state; raises CheckpointError if JSON cannot hold a value."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
     metrics = {
         name: safetensors_writer.to_scalar(x, f"the metric {name}", (int, float)) for name, x in facts.metrics.items()
@@ -44,9 +45,9 @@ def describe(facts: CheckpointMetadata, state: RankState, flat: FlatState) -> Ma
             run=facts.run,
             data=facts.data,
             rows=facts.rows,
-            aliases=dict(state.aliases),
-            optimizer=flat.optimizer,
-            callbacks=flat.callbacks,
+            aliases=dict(aliases),
+            optimizer={},
+            callbacks={},
             files={},
             tensors={},
         )

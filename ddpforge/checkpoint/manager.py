@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ddpforge import disk
 from ddpforge.checkpoint import retention
@@ -34,6 +34,7 @@ class Checkpoints:
         peers: communication of the writer threads
         ranks: communication of the training threads
         before_commit: called on rank 0 before a checkpoint is committed, to bring files that it depends on to the disk
+        evaluations: returns the metrics of checkpoints that another process evaluates, see `retention.prune`
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Checkpoints:
         ranks: Ranks,
         keep_every: int | None = None,
         before_commit: Callable[[], None] = lambda: None,
+        evaluations: Callable[[], Mapping[str, Mapping[str, Any]] | None] = lambda: None,
     ) -> None:
         self.folder = folder
         self._settings, self._keep_every = settings, keep_every
         self._peers = peers
         self._ranks = ranks
-        self._before_commit = before_commit
+        self._before_commit, self._evaluations = before_commit, evaluations
         self._staging = Staging()
         self._known = retention.Known()
         self._saving: Future[Path] | None = None
@@ -146,7 +148,9 @@ class Checkpoints:
         keep = self._settings.keep
         try:
             layout_of(path, self._known.read(path))
-            retention.prune(self.folder, keep, every=self._keep_every, known=self._known, remove=remove)
+            evaluated = self._evaluations()
+            every, known = self._keep_every, self._known
+            retention.prune(self.folder, keep, every=every, known=known, evaluated=evaluated, remove=remove)
         except Exception as error:
             defect = None if isinstance(error, CheckpointError) else error
             log.warning("older checkpoints were not removed: %s", error, exc_info=defect)

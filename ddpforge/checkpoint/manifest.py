@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from ddpforge.checkpoint.schema import (
     TensorEntry,
     position_flaw,
 )
-from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, PlainFile, damaged
+from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, Damaged, PlainFile, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces.regions import find_gap, held_shape, normal, whole
 from ddpforge.recipe.toml import loads
@@ -177,31 +177,34 @@ def layout(manifest: Manifest) -> dict[str, dict[str, FileEntryOf]]:
     Raises ValueError unless the chunks of every tensor cover it exactly once, and fit into their files.
     """
     found: dict[str, dict[str, FileEntryOf]] = defaultdict(dict)
+    sizes: dict[str, int] = defaultdict(int)
+    unhashed = {file for file, entry in manifest.files.items() if isinstance(entry, OtherFile)}
     for section, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
-            if problem := _problem(manifest, tensor):
+            if problem := _problem(tensor, unhashed):
                 raise ValueError(f"{name} ({section}): {problem}")
             for chunk in tensor.chunks:
                 placed = FileEntryOf(tensor, chunk)
+                sizes[chunk.file] += placed.nbytes
                 if found[chunk.file].setdefault(chunk.entry, placed) is not placed:
                     raise ValueError(f"{name} ({section}) and another share the entry {chunk.entry} of {chunk.file}")
 
-    for file, entries in found.items():
-        if sum(placed.nbytes for placed in entries.values()) > (size := manifest.files[file].bytes):
+    for file, needed in sizes.items():
+        if needed > (size := manifest.files[file].bytes):
             raise ValueError(f"{file} has {size} bytes: too few for its entries")
     return found
 
 
-def _problem(manifest: Manifest, tensor: TensorEntry) -> object:
+def _problem(tensor: TensorEntry, unhashed: Collection[str]) -> object:
     """Describes the flaw of an entry; returns a false value if there is none."""
     if tensor.dtype not in DTYPES:
         return f"unknown dtype {tensor.dtype!r}"
+    itemsize = DTYPES[tensor.dtype].itemsize
     for chunk in tensor.chunks:
-        whole_file = isinstance(manifest.files[chunk.file], OtherFile)
-        hashes = 0 if whole_file else -(-FileEntryOf(tensor, chunk).nbytes // BLOCK)
+        hashes = 0 if chunk.file in unhashed else -(-chunk.region.numel * itemsize // BLOCK)
         if normal(tensor.shape, chunk.region) != chunk.region or len(chunk.hashes) != hashes:
             return f"{chunk.entry} of {chunk.file} has a region or hashes that ddpforge does not write"
-    if [chunk.region for chunk in tensor.chunks] == [whole(tensor.shape)]:
+    if len(tensor.chunks) == 1 and tensor.chunks[0].region == whole(tensor.shape):
         return None
     return find_gap(tensor.shape, [chunk.region for chunk in tensor.chunks])
 
@@ -270,7 +273,12 @@ def read_block(file: PlainFile, begin: int, chunk: Chunk, number: int, buffer: m
     digest = disk.xxh3()
     file.read_into(begin, buffer, digest.update)
     if digest.hexdigest() != chunk.hashes[number]:
-        raise damaged(file.path, f"the contents of {chunk.entry} are not as written (block {number})")
+        raise altered(file.path, chunk, number)
+
+
+def altered(path: Path, chunk: Chunk, number: int) -> Damaged:
+    """Returns the error for a chunk's block in the file `path` that has another hash than in the manifest."""
+    return damaged(path, f"the contents of {chunk.entry} are not as written (block {number})")
 
 
 # ---------------------------------------------------------------------------------------------- every byte

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import untrusted
-from ddpforge.checkpoint.manifest import check_sha256, claims_of, layout_of, read_block, read_manifest
+from ddpforge.checkpoint.manifest import altered, check_sha256, claims_of, layout_of, read_block, read_manifest
 from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
 from ddpforge.checkpoint.state import CALLBACKS, OPTIMIZER, SHARED, CheckpointMetadata, Plain, metadata_of, unflatten
 from ddpforge.checkpoint.untrusted import BLOCK, PlainFile, damaged
+from ddpforge.disk import xxh3_hex
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, SavedTensor
 from ddpforge.interfaces.regions import (
@@ -33,6 +34,8 @@ from ddpforge.interfaces.regions import (
     whole,
 )
 
+_SMALL = 1 << 12  # bytes: tensors up to this size are read ahead
+_AHEAD = 1 << 16  # bytes
 _MOST_OPEN = 64  # files: a checkpoint may have more than a process may open
 
 T = TypeVar("T")
@@ -54,7 +57,8 @@ class CheckpointReader:
         self._begins: dict[str, dict[str, int]] = {}  # offset of each entry, for each file that was opened
         self._verified: set[tuple[str, str, int]] = set()  # file, entry, number of the block
         self._opening = threading.Lock()
-        self._files = lru_cache(_MOST_OPEN)(PlainFile)  # a file that is dropped is closed after its last read
+        # A file that is dropped is closed after its last read.
+        self._files = lru_cache(_MOST_OPEN)(lambda name: PlainFile(path / name))
         self._spare = _Spare()
 
     # -- facts and state
@@ -132,6 +136,8 @@ class CheckpointReader:
         entry = self._entry(section, name)
         if (found := dtype_name(target.dtype)) != entry.dtype:
             raise CheckpointError(f"{name} ({section}) of {self.path} is {entry.dtype}; it cannot be read into {found}")
+        if len(entry.chunks) == 1 and self._read_small(entry.chunks[0], region, target):
+            return
         try:
             region, target = _arranged(entry.shape, region, target.detach())
         except ValueError as error:
@@ -176,7 +182,7 @@ class CheckpointReader:
             return self._begins[file]
 
     def _file(self, name: str) -> PlainFile:
-        return self._files(self.path / name)
+        return self._files(name)
 
     # -- from a file into a tensor
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Simple, target: Tensor) -> int:
@@ -203,6 +209,31 @@ class CheckpointReader:
                     piece = piece.view(part.size) if isinstance(part, Box) else piece
                     filled += copy(shape, part, piece, region, target)
         return filled
+
+    def _read_small(self, chunk: Chunk, region: Simple, target: Tensor) -> bool:
+        """Fills a small target on the host if it is exactly the chunk; returns whether it did.
+
+        Reads the file ahead: a checkpoint may have 100,000 small tensors, mostly read in the order of the file.
+        """
+        size = target.nbytes
+        if not (
+            (0 < size <= min(_SMALL, BLOCK) and target.device.type == "cpu" and target.is_contiguous())
+            and (isinstance(region, FlatRange) and region == chunk.region and region.numel == target.numel())
+        ):
+            return False
+        block, spare = _Block(chunk, 0, self._open(chunk.file)[chunk.entry], size), self._spare
+        if spare.file != chunk.file or not 0 <= block.begin - spare.start <= len(spare.ahead) - size:
+            file = self._file(chunk.file)
+            spare.ahead = file.read(block.begin, max(size, min(_AHEAD, file.size - block.begin)))
+            spare.file, spare.start = chunk.file, block.begin
+        start = block.begin - spare.start
+        if not self._known(block):
+            if xxh3_hex(memoryview(spare.ahead)[start : start + size]) != chunk.hashes[0]:
+                raise altered(self.path / chunk.file, chunk, 0)
+            self._verified.add(block.key)
+        held = torch.frombuffer(spare.ahead, dtype=target.dtype, count=region.numel, offset=start)
+        target.detach().copy_(held if target.ndim == 1 else held.view(target.shape))
+        return True
 
     def _read_range(self, block: "_Block", held: FlatRange, region: FlatRange, target: Tensor) -> int:
         """Copies the overlap of two ranges, if possible by reading into the target directly; returns its size."""
@@ -269,10 +300,11 @@ class Saved:
 
 
 class _Spare(threading.local):
-    """Memory for a block, separate for each thread."""
+    """Memory for a block, and bytes that were read ahead; separate for each thread."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.file, self.start, self.ahead = "", 0, bytearray()  # bytes of a file from `start` on
 
 
 class _Block(NamedTuple):

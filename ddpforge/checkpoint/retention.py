@@ -1,13 +1,14 @@
 """Finds the checkpoints of a folder, selects the one to resume from, and prunes old ones. Needs no torch."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddpforge import disk
 from ddpforge.checkpoint.manifest import check_files, parse_manifest, read_manifest, sealed
@@ -17,6 +18,9 @@ from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.recipe.schema import KeepSection
 
 _MOST_HINT = 1 << 16  # bytes
+_MANY = 10  # checkpoints that wait for their evaluation
+
+log = logging.getLogger("ddpforge")
 
 
 class Committed(NamedTuple):
@@ -61,15 +65,24 @@ class Known:
         self._manifests.pop(path.name, None)
 
 
-def committed(folder: Path, known: Known | None = None) -> tuple[list[Committed], list[tuple[Path, str]]]:
+def committed(
+    folder: Path, known: Known | None = None, *, evaluated: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[list[Committed], list[tuple[Path, str]]]:
     """Returns the complete checkpoints in `folder`, newest first, and the other ones with a reason for each.
 
     Of two checkpoints, the one of the later step is newer; at the same step, the one created later according to its
     manifest. Manifests are checked, contents are not (see `newest`). The returned manifests lack tensors and the state
-    of optimizer and callbacks.
+    of optimizer and callbacks. They have the metrics that `evaluated` has for the name of their folder, too.
     """
     # Modification times of files are not used: copying a folder changes them.
-    return _opened(folder.glob("step-*"), known or Known())
+    found, broken = _opened(folder.glob("step-*"), known or Known())
+    return [_with(each, (evaluated or {}).get(each.path.name, {})) for each in found], broken
+
+
+def _with(found: Committed, row: Mapping[str, Any]) -> Committed:
+    own = {name: math.nan if value is None else value for name, value in row.items() if name.startswith("eval/")}
+    metrics = found.manifest.metrics | own
+    return found._replace(manifest=found.manifest.model_copy(update={"metrics": metrics})) if own else found
 
 
 def _opened(paths: Iterable[Path], known: Known) -> tuple[list[Committed], list[tuple[Path, str]]]:
@@ -155,6 +168,7 @@ def prune(
     *,
     every: int | None = None,
     known: Known | None = None,
+    evaluated: Mapping[str, Mapping[str, Any]] | None = None,
     remove: Callable[[Path], None] = disk.remove,
 ) -> list[Path]:
     """Removes the checkpoints that `keep` does not keep, and returns their paths.
@@ -164,11 +178,19 @@ def prune(
     Args:
         every: `keep.every` in steps; step 0 is not kept for it
         known: cache of manifests
+        evaluated: metrics by the name of a checkpoint's folder; one that is not in it waits for them, and stays
         remove: deletes the renamed folder; may do so later
     """
-    found, _ = committed(folder, known)
+    found, _ = committed(folder, known, evaluated=evaluated)
+    waiting = [each for each in found if evaluated is not None and each.path.name not in evaluated]
+    if waiting and len(waiting) % _MANY == 0:
+        log.warning(
+            "%d checkpoints wait for their evaluation, and none of them is removed: is `ddpforge eval --follow %s` "
+            "running?",
+            *(len(waiting), folder.parent),
+        )
     milestones = [each for each in found if every and each.manifest.step and each.manifest.step % every == 0]
-    kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best], *milestones)}
+    kept = {each.path for each in (*found[: keep.last], *best(found, keep)[: keep.best], *milestones, *waiting)}
     removed = [each.path for each in found if each.path not in kept and each.path.name != _latest(folder)]
     for path in removed:
         with _removing(path):

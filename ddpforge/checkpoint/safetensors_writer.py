@@ -25,24 +25,35 @@ from ddpforge.interfaces.regions import TensorShard, held_shape
 
 _ALIGNMENT = 64  # bytes of a cache line: copies from or to unaligned memory take a quarter longer
 
+_DTYPES = {getattr(torch, name): name for name in DTYPES}
+
+_SMALL = 1 << 14  # bytes: tensors up to this size are joined
+_MOST = 64  # of them at once: at most a megabyte
+
 Value = Tensor | bool | int | float | str | None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the dtype as spelled in manifests, e.g. "float32"."""
-    return str(dtype).removeprefix("torch.")
+    return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def is_savable(tensor: Tensor) -> bool:
+    """True if the tensor is a plain array of a dtype that safetensors can hold."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and tensor.dtype in _DTYPES
 
 
 def check(tensor: Tensor, what: str) -> None:
-    """Raises CheckpointError unless the tensor is a plain array of a dtype that safetensors can hold."""
+    """Raises CheckpointError unless `is_savable`."""
+    if is_savable(tensor):
+        return
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__name__}, not a plain tensor"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = "on the meta device" if tensor.is_meta else "not dense"
-    elif dtype_name(tensor.dtype) not in DTYPES:
-        problem = f"of type {dtype_name(tensor.dtype)}"
     else:
-        return
+        problem = f"of type {dtype_name(tensor.dtype)}"
     raise CheckpointError(
         f"{what} cannot be saved: it is {problem}",
         hints=[f"a checkpoint holds dense tensors of {', '.join(DTYPES)}"],
@@ -89,15 +100,41 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
 def stream(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file: the header, then the tensors one by one in blocks of `BLOCK` bytes.
 
-    Copies one block at a time from a GPU, and makes one tensor at a time contiguous.
+    Copies one block at a time from a GPU, or about a megabyte of small tensors, and makes as much contiguous.
     """
     names = _order(sources)
     yield _header({name: sources[name] for name in names}, metadata)
+    small: list[Tensor] = []
+    joined: object = None
     for name in names:
-        flat = line(sources[name].fetch().detach().contiguous())
+        tensor = sources[name].fetch()
+        few = 0 < tensor.nbytes <= min(_SMALL, BLOCK)
+        kind = tensor.dtype, tensor.device
+        if not few or kind != joined or len(small) >= _MOST:
+            yield from _joined(small)
+            small, joined = [], kind
+        if few:
+            small.append(tensor)
+            continue
+        flat = line(tensor.detach().contiguous())
         step = BLOCK // flat.itemsize
         for start in range(0, len(flat), step):
             yield memoryview(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
+    yield from _joined(small)
+
+
+def _joined(tensors: list[Tensor]) -> Iterator[memoryview]:
+    """Yields the bytes of each tensor; all have one dtype and one device."""
+    if not tensors:
+        return
+    with torch.no_grad():
+        flat = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors])
+    memory = memoryview(flat.cpu().view(torch.uint8).numpy().data)
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        yield memory[start:stop]
+        start = stop
 
 
 def line(tensor: Tensor) -> Tensor:
@@ -130,9 +167,7 @@ def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
     """Returns the JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for other values."""
     if isinstance(value, Tensor):
         check(value, what)
-        number = value.item()
-        finite = number if math.isfinite(number) else str(number)  # JSON has no NaN and no infinity
-        return Number(dtype=dtype_name(value.dtype), value=finite)
+        return to_number(value.dtype, value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return Number(dtype="float", value=str(value))
     if isinstance(value, plain):
@@ -140,6 +175,12 @@ def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
 
     kinds = ", ".join(kind.__name__ for kind in (Tensor, *plain))
     raise CheckpointError(f"{what} cannot be saved: it is a {type(value).__name__}; expected one of {kinds}")
+
+
+def to_number(dtype: torch.dtype, value: bool | int | float) -> Number:
+    """Returns the JSON form of a 0-d tensor with this value."""
+    finite = value if math.isfinite(value) else str(value)  # JSON has no NaN and no infinity
+    return Number(dtype=dtype_name(dtype), value=finite)
 
 
 def from_scalar(scalar: Scalar) -> Value:

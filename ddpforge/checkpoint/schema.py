@@ -14,6 +14,7 @@ COMMIT contains the manifest's hash, and the manifest the hashes of all other fi
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal, get_args
 
@@ -37,7 +38,7 @@ def _plain_name(name: str) -> str:
 
 
 def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if prod(filter(None, shape)) >= 1 << 63:
+    if not 0 < prod(shape) < 1 << 63 and prod(filter(None, shape)) >= 1 << 63:
         raise ValueError("a tensor cannot have this many elements")
     return shape
 
@@ -78,23 +79,30 @@ class OtherFile(StrictModel):
 FileEntry = TensorFile | OtherFile
 
 
-class Chunk(StrictModel):
+# Plain dataclasses, because a checkpoint may have 100,000 of them: a model takes three times as long to make.
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """Region of a tensor, stored as an entry of a file. `hashes`: XXH3-128 of each block of 64 MiB; the last may be
     shorter.
     """
 
     file: str
     entry: str
-    region: FlatRange | Box
+    region: Annotated[FlatRange | Box, Field(union_mode="left_to_right")]
     hashes: tuple[str, ...]
 
+    __pydantic_config__ = StrictModel.model_config
 
-class TensorEntry(StrictModel):
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
     """Tensor in chunks; each element is in exactly one chunk."""
 
     dtype: str
     shape: Shape
     chunks: tuple[Chunk, ...]
+
+    __pydantic_config__ = StrictModel.model_config
 
 
 class Number(StrictModel):

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from ddpforge.checkpoint import safetensors_writer
-from ddpforge.checkpoint.schema import CallbackScalars, Manifest, OptimizerScalars, Scalar, Section
+from ddpforge.checkpoint.schema import CallbackScalars, Manifest, Number, OptimizerScalars, Scalar, Section
 from ddpforge.checkpoint.write_balance import divide
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
@@ -99,6 +99,7 @@ class StateKind(NamedTuple):
 
 
 # A parameter's name may contain slashes, the keys of its state do not. For callbacks it is the reverse.
+MODEL = "{0} of the model"
 OPTIMIZER = StateKind("{1} in the optimizer state of {0}", True, (bool, int, float, NoneType), str.rpartition)
 CALLBACKS = StateKind("{1} in the state of callback {0}", False, (bool, int, float, str, NoneType), str.partition)
 
@@ -106,10 +107,10 @@ CALLBACKS = StateKind("{1} in the state of callback {0}", False, (bool, int, flo
 # ---------------------------------------------------------------------------------------------- flat
 def flatten(state: RankState, *, rank: int, ranks: int) -> FlatState:
     """Flattens a rank's state; raises CheckpointError with the name of a value that cannot be saved."""
-    mine = partial(_held, rank=rank, ranks=ranks)
+    mine = partial(_held, rank, ranks)
     model: dict[str, list[TensorShard]] = {}
     for name, value in state.model.items():
-        if (held := mine(value, f"{name} of the model")) is None:
+        if (held := mine(value, MODEL, name)) is None:
             raise CheckpointError(f"{name} of the model cannot be saved: it is a {type(value).__name__}")
         model[name] = held
     optimizer, optimizer_scalars = _split(state.optimizer, OPTIMIZER, mine)
@@ -121,10 +122,14 @@ def flatten(state: RankState, *, rank: int, ranks: int) -> FlatState:
     )
 
 
-def _held(value: object, what: str, *, rank: int, ranks: int) -> list[TensorShard] | None:
-    """Returns the parts of `value`; None if it is not a tensor. Raises CheckpointError if it cannot be saved."""
+def _held(rank: int, ranks: int, value: object, what: str, *names: str) -> list[TensorShard] | None:
+    """Returns the parts of `value`; None if it is not a tensor.
+
+    Raises CheckpointError if it cannot be saved; `what` is a template for its description, with `names`.
+    """
     if isinstance(value, Tensor):
-        safetensors_writer.check(value, what)
+        if not safetensors_writer.is_savable(value):
+            safetensors_writer.check(value, what.format(*names))
         return [TensorShard.whole(value, replica=rank, replicas=ranks)]
     parts = [value] if isinstance(value, TensorShard) else value
     if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, TensorShard) for part in parts):
@@ -132,44 +137,50 @@ def _held(value: object, what: str, *, rank: int, ranks: int) -> list[TensorShar
 
     found: list[TensorShard] = [simple for part in parts for simple in part.as_boxes()]
     for part in found:
-        safetensors_writer.check(part.tensor, what)
+        if not safetensors_writer.is_savable(part.tensor):
+            safetensors_writer.check(part.tensor, what.format(*names))
         if (part.shape, part.tensor.dtype) != (found[0].shape, found[0].tensor.dtype):
-            raise CheckpointError(f"{what} cannot be saved: its parts differ in dtype or in the shape of the tensor")
+            differ = "its parts differ in dtype or in the shape of the tensor"
+            raise CheckpointError(f"{what.format(*names)} cannot be saved: {differ}")
     return found
 
 
 def _split(
-    owners: Mapping[str, Mapping[str, object]], kind: StateKind, mine: Callable[[object, str], list[TensorShard] | None]
+    owners: Mapping[str, Mapping[str, object]], kind: StateKind, mine: Callable[..., list[TensorShard] | None]
 ) -> tuple[dict[str, list[TensorShard]], dict[str, dict[str, Scalar]]]:
     """Returns tensors by "<owner>/<key>", and other values by owner and key; the latter includes every owner."""
     found: dict[str, list[TensorShard]] = {}
     rest: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
-    numbers = _on_host(x for values in owners.values() for x in values.values()) if kind.numbers else {}
+    numbers = _numbers(x for values in owners.values() for x in values.values()) if kind.numbers else {}
     for owner, values in owners.items():
         for key, value in values.items():
-            what = kind.what.format(owner, key)
-            held = None if isinstance(value, Tensor) and kind.numbers and not value.ndim else mine(value, what)
-            if held is None:
-                rest[owner][key] = safetensors_writer.to_scalar(numbers.get(id(value), value), what, kind.plain)
+            if number := numbers.get(id(value)):
+                rest[owner][key] = number
+                continue
+            single = isinstance(value, Tensor) and kind.numbers and not value.ndim
+            if single or (held := mine(value, kind.what, owner, key)) is None:
+                rest[owner][key] = safetensors_writer.to_scalar(value, kind.what.format(owner, key), kind.plain)
                 continue
             found[name := f"{owner}/{key}"] = held
-            if kind.cut(name, "/") != (owner, "/", key):
-                raise CheckpointError(f"{what} cannot be saved: its name must not hold a slash")
+            if kind.cut(name, "/")[0] != owner:
+                raise CheckpointError(f"{kind.what.format(owner, key)} cannot be saved: its name must not hold a slash")
     return found, rest
 
 
-def _on_host(values: Iterable[object]) -> dict[int, Tensor]:
-    """Returns the 0-d device tensors on the host, by id, with one copy for each device and dtype."""
-    # A fused Adam has one such tensor for each weight: single copies would be slow.
+def _numbers(values: Iterable[object]) -> dict[int, Number]:
+    """Returns the JSON forms of the 0-d tensors, by id, with one copy to the host for each device and dtype."""
+    # Adam has one such tensor for each weight, mostly with the same value: single copies would be slow.
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for x in values:
-        if type(x) is Tensor and not x.ndim and _is_away(x):
+        if type(x) is Tensor and not x.ndim and safetensors_writer.is_savable(x):
             kinds[x.device, x.dtype].append(x)
-    return {id(x): number for same in kinds.values() for x, number in zip(same, torch.stack(same).cpu(), strict=True)}
-
-
-def _is_away(tensor: Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
+    found: dict[int, Number] = {}
+    for (_, dtype), same in kinds.items():
+        plain = torch.stack(same).tolist()
+        # By text, because 0.0 and -0.0 are equal.
+        known = {text: safetensors_writer.to_number(dtype, x) for text, x in {repr(x): x for x in plain}.items()}
+        found |= {id(x): known[repr(number)] for x, number in zip(same, plain, strict=True)}
+    return found
 
 
 def local_shards(held: Held) -> Held:
@@ -178,7 +189,8 @@ def local_shards(held: Held) -> Held:
     for section, found in held.items():
         for name, parts in found.items():
             for number, part in enumerate(parts):
-                alike[part.replica, part.replicas, part.replica_group][section, name, number] = part
+                if part.replicas > 1:
+                    alike[part.replica, part.replicas, part.replica_group][section, name, number] = part
 
     mine = {
         key: pieces
@@ -187,7 +199,9 @@ def local_shards(held: Held) -> Held:
     }
     return {
         section: {
-            name: [piece for number in range(len(parts)) for piece in mine[section, name, number]]
+            name: [piece for number, part in enumerate(parts) for piece in mine.get((section, name, number), (part,))]
+            if mine
+            else parts
             for name, parts in found.items()
         }
         for section, found in held.items()

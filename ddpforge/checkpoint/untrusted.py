@@ -8,11 +8,12 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ddpforge import disk
 from ddpforge.errors import CheckpointError
@@ -149,15 +150,16 @@ class Claim(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+@dataclass(frozen=True, slots=True)
+class _Entry:
     dtype: str
     shape: tuple[Annotated[int, Field(ge=0)], ...]
     data_offsets: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-_HEADER = TypeAdapter(dict[str, _Entry | dict[str, str]])
+
+_HEADER = TypeAdapter(dict[str, Annotated[_Entry | dict[str, str], Field(union_mode="left_to_right")]])
 
 
 def places(file: PlainFile, claims: Mapping[str, Claim], hashed: str | None) -> dict[str, int]:

@@ -3,13 +3,17 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter
+
 from ddpforge import disk
-from ddpforge.checkpoint import safetensors_writer
+from ddpforge.checkpoint import safetensors_writer, untrusted
 from ddpforge.checkpoint.commit import StagedCheckpoint, describe, unwritten
-from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
+from ddpforge.checkpoint.manifest import check_files, layout, read_text
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import (
@@ -54,7 +58,7 @@ class Writer:
     """Write of one checkpoint: every rank fills the folder; rank 0 also creates and publishes it.
 
     The constructor checks the state, but `write` raises its errors, on all ranks. `copy` begins a copy of the parts
-    that this rank writes and returns it; the copy must be complete when `write` is called.
+    that this rank writes, and returns a function that returns it; the copy must be complete when `write` is called.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Writer:
         peers: WriterGroup,
         *,
         full: bool = False,
-        copy: Callable[[Held], Held] | None = None,
+        copy: Callable[[Held], Callable[[], Held]] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._step, self._peers, self._full = folder, facts.step, peers, full
@@ -73,14 +77,15 @@ class Writer:
         self._draft: StagedCheckpoint | None = None
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
+        self._record: tuple[RankManifest, bytes] | None = None
         try:
             with uncollected():
                 flat = flatten(state, rank=peers.rank, ranks=peers.size)
                 self._optimizer, self._callbacks = flat.optimizer, flat.callbacks
                 if peers.rank == 0:
-                    self._manifest = describe(facts, state, flat)
+                    self._manifest = describe(facts, state.aliases)
                 held = local_shards(flat.held)
-                self._held = held if copy is None else copy(held)
+                self._copied: Callable[[], Held] = (lambda: held) if copy is None else copy(held)
         except Exception as error:
             self._problem = error
 
@@ -101,6 +106,9 @@ class Writer:
     def _check(self) -> None:
         if self._problem is not None:
             raise self._problem
+        with uncollected():
+            self._held = self._copied()
+        del self._copied  # it holds the tensors that were copied
 
     def _begin(self) -> str:
         with self._disk():
@@ -123,7 +131,10 @@ class Writer:
                 optimizer=self._optimizer,
                 callbacks=self._callbacks,
             )
-            disk.write_new(draft / _record(rank), [record.model_dump_json(indent=1).encode()])
+            text = record.model_dump_json(indent=1).encode()
+            disk.write_new(draft / _record(rank), [text])
+            if rank == 0:
+                self._record = record, text
             disk.sync_folder(draft)
 
     def _publish(self) -> str:
@@ -131,8 +142,9 @@ class Writer:
         assert self._draft is not None
         assert self._manifest is not None
         draft = self._draft.temporary
-        with self._visible():
-            manifest = _merged(draft, self._manifest, self._peers.size)
+        with self._visible(), uncollected():
+            manifest = _merged(draft, self._manifest, self._peers.size, self._record)
+            self._record = None
             check_files(draft, manifest)
         try:
             layout(manifest)
@@ -178,14 +190,21 @@ def _record(rank: int) -> str:
 
 # ---------------------------------------------------------------------------------------------- on rank 0
 @uncollected()
-def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
-    """Merges the records of all ranks into the manifest; raises CheckpointError if they contradict each other."""
+def _merged(draft: Path, manifest: Manifest, ranks: int, own: tuple[RankManifest, bytes] | None = None) -> Manifest:
+    """Merges the records of all ranks into the manifest; raises CheckpointError if they contradict each other.
+
+    `own` is the record of rank 0 and its text, if they need not be read.
+    """
     found: dict[str, FileEntry] = {}
-    merged = _Merged()
+    merged, records = _Merged(), partial(untrusted.parse, TypeAdapter(RankManifest))
     for rank in range(ranks):
         path = draft / _record(rank)
-        content = read_text(path)
-        record = parse(RankManifest, path, content)
+        content: bytes | bytearray
+        if own is not None and rank == 0:
+            record, content = own
+        else:
+            content = read_text(path)
+            record = records(path, content)
         found[record.file] = record.entry
         found[path.name] = OtherFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         merged.add(record)
@@ -212,27 +231,28 @@ class _Merged:
     def __init__(self) -> None:
         self.optimizer: OptimizerScalars = {}
         self.callbacks: CallbackScalars = {}
-        self._kinds: dict[tuple[Section, str], tuple[str, tuple[int, ...]]] = {}
-        self._chunks: dict[tuple[Section, str], list[Chunk]] = {}
+        self._entries: dict[tuple[Section, str], list[TensorEntry]] = {}
 
     def tensors(self) -> Tensors:
         """Returns all tensors with all their chunks."""
         found: Tensors = {section: {} for section in SECTIONS}
-        for (section, name), (dtype, shape) in self._kinds.items():
-            found[section][name] = TensorEntry(dtype=dtype, shape=shape, chunks=tuple(self._chunks[section, name]))
+        for (section, name), entries in self._entries.items():
+            chunks = tuple(chunk for entry in entries for chunk in entry.chunks)
+            found[section][name] = entries[0] if len(entries) == 1 else replace(entries[0], chunks=chunks)
         return found
 
     def add(self, record: RankManifest) -> None:
         """Adds the record of one rank; raises CheckpointError if it contradicts an earlier one."""
         for section, found in record.tensors.items():
             for name, entry in found.items():
-                kind = self._kinds.setdefault((section, name), (entry.dtype, entry.shape))
-                if kind != (entry.dtype, entry.shape):
+                entries = self._entries.setdefault((section, name), [])
+                entries.append(entry)
+                first = entries[0]
+                if first.dtype != entry.dtype or first.shape != entry.shape:
                     raise CheckpointError(
                         f"{name} ({section}) is {entry.dtype} {list(entry.shape)} on rank {record.rank}, and "
-                        f"{kind[0]} {list(kind[1])} on a lower one"
+                        f"{first.dtype} {list(first.shape)} on a lower one"
                     )
-                self._chunks.setdefault((section, name), []).extend(entry.chunks)
         self._add_numbers(self.optimizer, record.optimizer, record.rank)
         self._add_numbers(self.callbacks, record.callbacks, record.rank)
 

@@ -35,6 +35,8 @@ _GROUPS = {
             "Train your own script and a recipe, and report the first step at which they differ.",
         ),
         "prove": ("prove", "Find wrong training in a script of any trainer, by relations whose result is known."),
+        "bisect": ("bisect", "Find the first step, module and operation at which two runs part."),
+        "certify": ("certify", "Train a recipe under every layout of its ranks, and compare each with one process."),
     },
     "After training": {
         "eval": ("evaluate", "Evaluate a run's checkpoint."),

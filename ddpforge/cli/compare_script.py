@@ -19,10 +19,9 @@ from ddpforge.cli.options import json_option, recipe_argument, set_option
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1, min_open=True),
-    default=1e-5,
-    show_default=True,
     metavar="X",
-    help="Largest relative difference of the loss that counts as rounding.",
+    help="Largest relative difference of the loss that counts as rounding. Default: measured, with two more trainings "
+    "of the recipe.",
 )
 @click.option("--torchrun", is_flag=True, help="Set the variables of torchrun with one process for the script.")
 @json_option
@@ -32,7 +31,7 @@ def compare_script(
     arguments: tuple[str, ...],
     steps: int,
     sets: tuple[str, ...],
-    tolerance: float,
+    tolerance: float | None,
     torchrun: bool,
     as_json: bool,
 ) -> None:
@@ -41,7 +40,8 @@ def compare_script(
     The script runs unmodified in one process, with the arguments after `--`. The recipe then trains from the script's
     initial weights with the samples of the script's DataLoader, and keeps nothing. If the script has no DataLoader, the
     inputs of its model are the recipe's training data. The comparison
-    covers the inputs of the model, loss and learning rate of every step. Exit codes: 0 the same, 1 they part, 2 usage,
+    covers the inputs of the model, loss and learning rate of every step. A difference of the loss is rounding if one
+    unit in the last place of the initial weights explains it. Exit codes: 0 the same, 1 they part, 2 usage,
     recipe, or a script that cannot be compared.
     """
     from ddpforge.ranks.logs import keep_output

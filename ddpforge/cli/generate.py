@@ -18,6 +18,7 @@ from ddpforge.errors import UsageError
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="A file with one prompt per line.")
 @click.option("--chat", is_flag=True, help="Answer as an assistant, with the chat template of the run's data.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--image", "images", multiple=True, metavar="FILE", help="Image of the chat's first message; repeatable.")
 @click.option("-n", "--tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to generate.")
 @click.option("--temperature", type=float, metavar="X", help="Below 1: more probable tokens; above 1: more variety.")
 @click.option("--top-k", type=int, metavar="N", help="Sample only from the N most probable tokens.")
@@ -38,6 +39,7 @@ def generate(
     prompts: Path | None,
     chat: bool,
     system: str | None,
+    images: tuple[str, ...],
     tokens: int,
     temperature: float | None,
     top_k: int | None,
@@ -59,6 +61,8 @@ def generate(
     """
     if system is not None and not chat:
         raise UsageError("--system is the system message of a chat", hints=["add --chat"])
+    if images and not chat:
+        raise UsageError("--image is an image of a chat", hints=["add --chat"])
     from_stdin = chat and prompt is None and prompts is None
     texts = [] if from_stdin else _prompts(prompt, prompts)
 
@@ -75,7 +79,7 @@ def generate(
         chats: list[Iterable[str]] = [_typed()] if from_stdin else [[text] for text in texts]
         for turns in chats:
             said: list[str] = []
-            for found in trained.answers(_noted(turns, said), how, system=system, device=where):
+            for found in trained.answers(_noted(turns, said), how, system=system, images=images, device=where):
                 click.echo(_as_json(said[-1], found) if as_json else _shown(found))
         return
     for number, (text, found) in enumerate(zip(texts, trained.texts(texts, how, device=where), strict=True)):

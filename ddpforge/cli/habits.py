@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,24 @@ class _Shown(click.UsageError):
 
 def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
-    if isinstance(error, click.MissingParameter) and error.param and error.param.name == "run":
-        yield f"ddpforge {command} NAME, or its folder; ddpforge runs ls lists the runs"
+    whole = error.ctx.command_path.partition(" ")[2] if error.ctx else ""
+    if isinstance(error, click.MissingParameter) and error.param and error.param.name in ("run", "runs"):
+        yield f"ddpforge {whole} NAME, or its folder; ddpforge runs ls lists the runs"
+    if isinstance(error, click.MissingParameter) and (example := _words()["examples"].get(whole)):
+        yield f"e.g. {example}"
     if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
-        yield from _recipes(error.ctx.command_path.partition(" ")[2] if error.ctx else "")
+        yield from _recipes(whole)
     if "'loss' is not one of 'model'" in error.message:
         yield "a loss is a task, or a function that the recipe names: ddpforge plugins new task NAME"
+    if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
+        given, choices = re.match(r"'([^']*)'", error.message), error.param.type.choices
+        near = get_close_matches(given[1].lower(), choices, n=1, cutoff=0.7) if given else []
+        yield from (f"did you mean {one}?" for one in near)
     if "'gpu' is not one of 'cpu', 'cuda'" in error.message:
         yield "did you mean cuda?"
     if isinstance(error, click.NoSuchOption):
-        yield from _of_option(error.option_name.lstrip("-"), str(command))
+        own = [option for one in (error.ctx.command.params if error.ctx else ()) for option in one.opts]
+        yield from _of_option(error.option_name.lstrip("-"), str(command), own)
         return
     if found := re.search(r"No such command '([^']*)'", error.message):
         groups = _words()["groups"]
@@ -66,6 +75,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield meant
         elif found[1].endswith(".toml"):
             yield f"ddpforge {'data show' if command == 'data' else 'run'} {found[1]}"
+        elif command not in groups and "Did you mean" not in error.format_message():
+            near = get_close_matches(found[1], sum(_words()["commands"].values(), []), n=1, cutoff=0.75)
+            yield from (meant for one in near if (meant := _meant(_words()["commands"], one)))
     if re.search(r"No such option '--?\w+=", error.message):
         yield "write KEY=VALUE without dashes"
     if "unexpected extra argument" in error.message and error.ctx:
@@ -83,15 +95,22 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield "write --prompt TEXT"
         elif words and extra and (pair := re.match(r"([\w.]+):(\S+)", extra[1])):
             yield f"write {pair[1]}={pair[2]}"
+        elif words and extra and extra[1].isdigit():
+            yield from _of_option("nproc", str(command)) if command != "launch" else [f"write --nproc {extra[1]}"]
+        elif words and extra and command == "show":
+            yield "without a key it shows the whole recipe: ddpforge show RECIPE"
         elif words and extra and re.fullmatch(r"[\w.]+", extra[1]):
             yield f"write KEY=VALUE without spaces: {extra[1]}=VALUE"
         elif words:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
 
-def _of_option(name: str, command: str) -> Iterator[str]:
+def _of_option(name: str, command: str, own: Sequence[str] = ()) -> Iterator[str]:
     known = name.replace("_", "-").lower()
     words = _words()
+    if f"--{known}" in own:
+        yield f"write --{known}"
+        return
     renamed = words["renamed"]["*"] | words["renamed"].get(command, {})
     if new := renamed.get(known):
         yield f"--{known} is now --{new}"

@@ -14,7 +14,7 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_options
 from ddpforge.cli.tables import terminal_width
 
 if TYPE_CHECKING:
-    from ddpforge.api import Point, Quantity
+    from ddpforge.api import Excess, Point, Quantity
     from ddpforge.tools.parity.runs import ParityReport, Verdict
 
 _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights": "weights"}
@@ -41,7 +41,7 @@ _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights":
     type=click.FloatRange(0, 1, min_open=True),
     metavar="X",
     help="Largest relative difference of the loss that counts as rounding; the other tolerances scale with it. "
-    "Default: by train.precision.",
+    "Default: measured, with two more runs of the first strategy.",
 )
 @click.option(
     "-o",
@@ -64,9 +64,10 @@ def parity(
     """Train RECIPE under several strategies and compare them with the first.
 
     All begin with the same weights and use the same samples in the same order. The comparison covers loss, gradient
-    norm and learning rate at every step, and the weights and the evaluation after the last step. A run that fails has a
-    row with its error, and the others are compared. Exit codes: 0 the same, 1 they diverge, 2 usage or recipe,
-    otherwise that of the first run that failed.
+    norm and learning rate at every step, each gradient of the first step, and the weights and the evaluation after the
+    last step. A difference is rounding if one unit in the last place of the initial weights explains it: two more runs
+    of the first strategy measure this. A run that fails has a row with its error, and the others are compared. Exit
+    codes: 0 the same, 1 they diverge, 2 usage or recipe, otherwise that of the first run that failed.
     """
     from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.parity.runs import RunFailed
@@ -114,13 +115,12 @@ def _text(report: "ParityReport") -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), end])
         for row, end in zip([header, *rows], ends, strict=True)
     ]
-    allowed = report.tolerances
     lines += [
         "",
         f"Largest relative differences from `{reference.spec.text}` in {reference.steps} steps, in {report.precision}.",
-        f"Expected from rounding: loss {allowed.loss:.0e}, gradient norm {allowed.grad_norm:.0e}, "
-        f"weights {allowed.weights:.0e} (relative to their change in training).",
+        _expected(report),
     ]
+    lines += [text for verdict in others for text in _worst(verdict)]
     if any(verdict.averages == "weights" for verdict in report.verdicts):
         lines += ["If ranks average weights instead of gradients, there is no gradient norm to compare."]
     if any(verdict.drift and verdict.spec.ranks != reference.spec.ranks for verdict in others):
@@ -128,6 +128,30 @@ def _text(report: "ParityReport") -> str:
     table, prose = lines[: len(rows) + 1], lines[len(rows) + 1 :]
     width = terminal_width()
     return "\n".join([*table, *(click.wrap_text(line, width) if width else line for line in prose)])
+
+
+def _expected(report: "ParityReport") -> str:
+    """Returns the tolerances: as they were measured, or as --tolerance sets them."""
+    given = report.tolerances
+    allowed = {"train/loss": given.loss, "train/grad_norm": given.grad_norm, "weights": given.weights}
+    allowed |= {one.name: one.tolerance for one in report.measured if one.name in allowed}
+    parts = ", ".join(f"{_COLUMNS[name]} {value:.0e}" for name, value in allowed.items())
+    how = "Measured rounding explains" if report.measured else "Expected from rounding:"
+    return f"{how} {parts} (relative to their change in training)."
+
+
+def _worst(verdict: "Verdict") -> list[str]:
+    """Returns a line for gradients and for updates that rounding does not explain, with the worst five parameters."""
+    names = {"gradients": "gradients at step 1", "updates": f"change of the weights in {verdict.steps} steps"}
+    return [
+        f"{verdict.spec.text}, {names[one.name]}: {', '.join(map(_excess, one.worst))}"
+        for one in verdict.quantities
+        if one.name in names and one.worst
+    ]
+
+
+def _excess(one: "Excess") -> str:
+    return f"{one.name} " + (f"× {one.multiple:.4g}" if one.multiple is not None else f"by {one.difference:.1e}")
 
 
 def _cells(verdict: "Verdict") -> list[str]:

@@ -3,22 +3,27 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpforge import disk
 from ddpforge.cli.options import json_option, run_argument
 from ddpforge.cli.tables import age, coloured, counted, number, printable, span
+from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.api import RunSummary
+    from ddpforge.api import RunFolder, RunSummary
 
 _ALIVE = ("new", "starting", "running")
+_MOST = 1 << 20  # bytes of a small file of the run
+_BAR = 32  # characters of the longest bar
 
 
 @click.command()
 @run_argument
 @click.option("--all", "whole", is_flag=True, help="Print every metric, not only the six most important.")
+@click.option("--time", "of_time", is_flag=True, help="Print where the time of all attempts went, and what would help.")
 @click.option("--watch", is_flag=True, help="Print a line at every change until the run ends.")
 @click.option(
     "--every",
@@ -29,7 +34,7 @@ _ALIVE = ("new", "starting", "running")
     help="Interval in which --watch reads the folder.",
 )
 @json_option
-def status(run: str, whole: bool, watch: bool, every: float, as_json: bool) -> None:
+def status(run: str, whole: bool, of_time: bool, watch: bool, every: float, as_json: bool) -> None:
     """Print the status of RUN: its state, step, speed, time left, newest checkpoint and main metrics.
 
     RUN is a run's folder, or its name in runs/. Only the folder is read, so this works on any machine that has access
@@ -38,8 +43,40 @@ def status(run: str, whole: bool, watch: bool, every: float, as_json: bool) -> N
     from ddpforge.api import RunFolder, summarize
 
     folder = RunFolder.find(run)
+    if of_time:
+        if watch:
+            raise UsageError("--time is for one look, --watch for many", hints=["give one of them"])
+        click.echo(_times(folder, as_json))
+        return
     for found in followed(lambda: summarize(folder), lambda: time.sleep(every)) if watch else [summarize(folder)]:
         click.echo(json.dumps(_as_dict(found)) if as_json else _line(found) if watch else _page(found, whole))
+
+
+def _times(folder: "RunFolder", as_json: bool) -> str:
+    """Returns a bar for each kind of time, the attempts, and what would help."""
+    from ddpforge.api import summarize
+    from ddpforge.tools.reports.time_account import account_of
+    from ddpforge.tools.reports.time_advice import advice
+
+    account = account_of(folder)
+    if account is None:
+        raise UsageError(
+            f"{folder.path} has no account of its time", hints=["runs of ddpforge 0.6 or newer write one in logs/"]
+        )
+    helps = [str(one) for one in advice(account)]
+    if as_json:
+        return json.dumps(account.as_dict() | {"advice": helps})
+    lines = [
+        _head(summarize(folder)),
+        f"  {span(account.whole)} from the first start to the end, {account.explained:.1%} of it explained",
+    ]
+    longest = max((share for *_, share in account.shares()), default=1.0)
+    for kind, seconds, share in account.shares():
+        bar = "█" * round(_BAR * share / longest)
+        lines.append(f"  {kind:16}  {seconds:>10,.1f} s  {share:>6.1%}  {bar}".rstrip())
+    lines += [f"  attempt {number}: {one}" for number, one in enumerate(account.attempts, start=1)]
+    lines += [f"  {account.slowest}"] if account.slowest else []
+    return "\n".join([*lines, *(f"  would help: {one}" for one in helps)])
 
 
 def followed(look: "Callable[[], RunSummary]", wait: Callable[[], None]) -> "Iterator[RunSummary]":
@@ -56,7 +93,7 @@ def followed(look: "Callable[[], RunSummary]", wait: Callable[[], None]) -> "Ite
 
 
 def _as_dict(run: "RunSummary") -> dict[str, object]:
-    return run.as_dict() | {"checkpoint": _checkpoint(run)}
+    return run.as_dict() | {"checkpoint": _checkpoint(run), "slow_ranks": _slow_ranks(run)}
 
 
 def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
@@ -68,6 +105,20 @@ def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
         return None
     newest = found[0].manifest
     return {"step": newest.step, "created": newest.created}
+
+
+def _slow_ranks(run: "RunSummary") -> list[dict[str, Any]]:
+    """Returns the ranks of the newest attempt that are slow; a folder from elsewhere may hold anything."""
+    try:
+        path = run.folder.path / "slow_ranks.json"
+        named = json.loads(disk.read_plain(path, _MOST, within=run.folder.path))["named"]
+        return [
+            one
+            for one in named
+            if isinstance(one["text"], str) and isinstance(one["since"], int) and one["until"] is None
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _line(run: "RunSummary") -> str:
@@ -91,6 +142,7 @@ def _page(run: "RunSummary", whole: bool) -> str:
         rows.append(("checkpoint", f"of step {newest['step']:,}{since}"))
     else:
         rows.append(("checkpoint", "none"))
+    rows += [("slow rank", f"{one['text']}, since step {one['since']:,}") for one in _slow_ranks(run)]
     if run.error:
         rows.append(("error", run.error))
     width = max(len(name) for name, _ in rows)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from ddpforge.components.installed import Entry
-from ddpforge.components.kinds import KINDS
-from ddpforge.components.local_code import is_local
+from ddpforge.components.kinds import KINDS, spec_of
+from ddpforge.components.local_code import is_installed, is_local
 from ddpforge.errors import ExitCode, PluginError
 from ddpforge.secret_redaction import redact
 
@@ -29,6 +31,7 @@ __all__ = [
     "located",
     "nearest",
     "on_purpose",
+    "outside",
     "where_raised",
 ]
 
@@ -53,7 +56,7 @@ class UnknownComponent(PluginError):
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
         near = _meant(kind, use.rpartition(":")[2], known)
         super().__init__(
-            f"there is no {KINDS[kind].noun or kind} named `{use}`",
+            f"there is no {spec_of(kind).noun or kind} named `{use}`",
             hints=[
                 *_elsewhere(kind, use),
                 *([f"did you mean `{near}`?"] if near else []),
@@ -242,7 +245,7 @@ class ComponentFailed(PluginError):
             f"[{key}] raised {type(error).__name__}: {redact(str(error))}",
             hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
         )
-        self.trace = _formatted(error, _outside(error))
+        self.trace = _formatted(error, outside(error))
 
 
 # ---------------------------------------------------------------------------------------------- of constructors
@@ -279,21 +282,31 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
 
 
 def where_raised(error: BaseException) -> list[str]:
-    """Returns a hint with the innermost line of the recipe's local code in the traceback; empty if there is none."""
+    """Returns a hint with the innermost line of the user's code in the traceback; empty if there is none."""
     lines = [
         f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
         for frame, line, _ in _frames(error)
-        if is_local(frame.f_globals.get("__name__", ""))
+        if _is_the_users(frame)
     ]
     return lines[-1:]
 
 
+def _is_the_users(frame: FrameType) -> bool:
+    """True for a local file of a recipe, and for a script or a module below its folder or the current one."""
+    if is_local(frame.f_globals.get("__name__", "")):
+        return True
+    file, script = frame.f_code.co_filename, getattr(sys.modules.get("__main__"), "__file__", None)
+    homes = {os.getcwd(), os.path.dirname(os.path.abspath(script)) if script else os.getcwd()}
+    below = os.path.isfile(file) and any(Path(file).absolute().is_relative_to(home) for home in homes)
+    return below and not _is_ours(frame) and not is_installed(file)
+
+
 def is_raised_outside(error: BaseException) -> bool:
     """True if code outside ddpforge is in the traceback: a component failed, not only ddpforge."""
-    return _outside(error) is not None
+    return outside(error) is not None
 
 
-def _outside(error: BaseException) -> TracebackType | None:
+def outside(error: BaseException) -> TracebackType | None:
     """Returns the traceback from its first frame outside ddpforge; None if there is none."""
     trace = error.__traceback__
     while trace and _is_ours(trace.tb_frame):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpforge.errors import SetupError
 
-__all__ = ["KINDS", "KindSpec"]
+__all__ = ["FUNCTION", "KINDS", "KindSpec", "spec_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,3 +312,11 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
     }
 )
 """All kinds by name, in the order of a recipe."""
+
+FUNCTION = "function"
+"""Kind of an option that is a plain function, `Annotated[Callable[…], Field(…)]`; the component gets the function."""
+
+
+def spec_of(kind: str) -> KindSpec:
+    """Returns the properties of a kind of components, or of functions."""
+    return KindSpec(name=FUNCTION, fits=callable) if kind == FUNCTION else KINDS[kind]

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +23,7 @@ __all__ = [
     "import_file",
     "installed_path",
     "is_beside_a_recipe",
+    "is_installed",
     "is_local",
     "module_name",
     "neighbours",
@@ -51,6 +53,12 @@ def module_name(file: Path) -> str:
 def is_local(module: str) -> bool:
     """True for the name of a module that is a local file of a recipe, or that such a file imports from its folder."""
     return module.startswith(_PREFIX) or module in _plain
+
+
+def is_installed(file: str) -> bool:
+    """True for a file of Python or of a package that pip has installed."""
+    folders = {"site-packages", "dist-packages"}
+    return bool(folders & {*Path(file).parts}) or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def installed_path() -> tuple[str, ...]:

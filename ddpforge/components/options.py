@@ -41,7 +41,7 @@ from pydantic import (
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, PydanticSerializationError
 
-from ddpforge.components.kinds import KINDS
+from ddpforge.components.kinds import FUNCTION, KINDS
 from ddpforge.errors import PluginError
 
 __all__ = ["Components", "Nested", "any_options", "options_model"]
@@ -55,6 +55,9 @@ class Components(Protocol):
 
     def options_model(self, kind: str, use: str, base: Path) -> type[BaseModel]:
         """Returns the pydantic model of a component's options."""
+
+    def function(self, use: str, base: Path) -> Callable[..., Any]:
+        """Returns the function of an option."""
 
 
 def _nestable(annotation: Any) -> str | None:
@@ -224,6 +227,8 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
     """Narrows `annotation` to values that TOML can write; raises _NotInTOML if there are none, or only None."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
 
+    if origin is Annotated and get_origin(arguments[0]) is abc.Callable:  # without Annotated it is not an option
+        return Annotated[(nested(FUNCTION), *annotation.__metadata__)]
     if origin is Annotated:
         return Annotated[(_writable(arguments[0], nested), *annotation.__metadata__)]
     if origin in (Union, types.UnionType):
@@ -276,9 +281,13 @@ def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> l
 def _nested(kind: str, *, registry: Components, base: Path) -> Any:
     """Returns the type of an option that is a component of `kind`: a name, or a table with `use`."""
     table = {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]}
-    schema = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
+    schema: dict[str, Any] = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
+    if kind == FUNCTION:
+        schema = {"type": "string", "examples": ["./my_code.py:function"], "x-toml": kind}
 
     def validate(value: object) -> Nested:
+        if kind == FUNCTION:
+            return _validate_function(value, registry, base)
         if isinstance(value, str):
             return _validate_nested(kind, {"use": value}, registry, base, ())
         if isinstance(value, dict) and isinstance(value.get("use"), str):
@@ -286,6 +295,17 @@ def _nested(kind: str, *, registry: Components, base: Path) -> Any:
         raise PydanticCustomError("component", 'Input should be a name, or a table with `use = "name"`')
 
     return Annotated[Any, PlainValidator(validate), WithJsonSchema(schema)]
+
+
+def _validate_function(value: object, registry: Components, base: Path) -> Nested:
+    if not isinstance(value, str):
+        raise PydanticCustomError("component", 'Input should be the place of a function: "./file.py:name"')
+    try:
+        registry.function(value, base)
+    except PluginError as error:
+        details = PydanticCustomError("component", "{message}", {"message": error.message, "error": error})
+        raise _located([{"type": details, "loc": (), "input": value}]) from error
+    return Nested(kind=FUNCTION, use=value, options={}, base=base, plain=value)
 
 
 def _validate_nested(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, cast
 
 from ddpforge.components.errors import (
     AmbiguousComponent,
@@ -29,7 +29,7 @@ from ddpforge.components.errors import (
     where_raised,
 )
 from ddpforge.components.installed import Entry, entries, normalised
-from ddpforge.components.kinds import KINDS
+from ddpforge.components.kinds import FUNCTION, KINDS, spec_of
 from ddpforge.components.local_code import import_file, installed_path, is_beside_a_recipe, module_name
 from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, not_there, pip_install, says_memory_is_full
 from ddpforge.secret_redaction import SECRET, redact, reveal
@@ -173,7 +173,7 @@ class Registry:
                 f"is written for plugin API {api}; this ddpforge supports version {PLUGIN_API}",
                 hints=["update ddpforge, or install an older version of the plugin"],
             )
-        if api < (needed := KINDS[kind].api):
+        if api < (needed := spec_of(kind).api):
             raise broken(
                 f"is written for plugin API {api}; version {needed} changed the contract of this kind",
                 hints=["update the plugin; for its author, docs/extend/upgrade.md lists the changes"],
@@ -203,7 +203,14 @@ class Registry:
                 f"is a value of type `{type(component).__name__}`, which cannot be called",
                 hints=_to_name(kind, location, attribute, component, module),
             )
-        return cast(Callable[..., Any], KINDS[kind].adopt(component))
+        return cast(Callable[..., Any], spec_of(kind).adopt(component))
+
+    def function(self, use: str, base: Path = Path()) -> Callable[..., Any]:
+        """Imports the function of an option; one that may not be imported is refused where it is called."""
+        try:
+            return self.load(FUNCTION, use, base)
+        except NotImported as error:
+            return partial(_refuse, error)
 
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
         """Returns a pydantic model of the component's options, from its signature; raises as `load` does.
@@ -295,6 +302,8 @@ class Registry:
                 return reveal(value)
             case Path():
                 return Path(reveal(str(value))) if SECRET.search(str(value)) else value
+            case Nested(kind="function"):
+                return self.function(value.use, value.base)
             case Nested():
                 handed = given.keys() & KINDS[value.kind].given.keys()
                 return self.build(value.kind, value, **{name: given[name] for name in handed})
@@ -306,6 +315,10 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+def _refuse(error: NotImported, *_: Any, **__: Any) -> Never:
+    raise error
 
 
 def _to_name(kind: str, location: str, attribute: str, built: object, module: object) -> list[str]:
@@ -334,7 +347,7 @@ def _is_built(component: object) -> bool:
 def _old_name(kind: str, component: object) -> tuple[str, str] | None:
     """Returns an attribute of a class that plugin API 3 has renamed, and its name now; None if there is none."""
     # Without this check ddpforge would not call a method with an old name, and would train something else.
-    renamed = KINDS[kind].renamed
+    renamed = spec_of(kind).renamed
     if not renamed or not isinstance(component, type) or component.__module__.startswith("ddpforge."):
         return None
     if kind == "data":

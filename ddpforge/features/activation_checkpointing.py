@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 from ddpforge import compat
 from ddpforge.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddpforge.errors import UsageError
+from ddpforge.features.activation_offload import BlockPass, OnHost, PassesOnHost
 from ddpforge.features.memory_tracker import storages, tensors_in
 from ddpforge.training.buffers import buffers_of
 
@@ -37,10 +38,13 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.bad
 _COSTLY = {_aten.convolution.default, *compat.attention_operators()}
 
 
-def checkpointed(block: nn.Module, forward: Callable[..., Any], *, selective: bool = False) -> Callable[..., Any]:
+def checkpointed(
+    block: nn.Module, forward: Callable[..., Any], *, selective: bool = False, passes: PassesOnHost | None = None
+) -> Callable[..., Any]:
     """Returns a `forward` of `block` that recomputes its activations in the backward pass and does not keep them.
 
-    With `selective`, it keeps the results of attention, convolutions and every second matrix product.
+    With `selective`, it keeps the results of attention, convolutions and every second matrix product. With `passes`,
+    the inputs of the block are in host memory until then.
 
     The second pass begins with the inputs, the buffers and the RNG state of the first, and its changes to them are
     discarded. Raises UsageError, in the backward pass, if other code has changed an input in place.
@@ -60,7 +64,9 @@ def checkpointed(block: nn.Module, forward: Callable[..., Any], *, selective: bo
             return checkpoint(call, arguments, use_reentrant=False, **choosing)
         if not torch.is_grad_enabled():
             return call(arguments)
-        inputs = _Inputs(type(block).__name__, arguments, habits)
+        device = next((leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
+        there = passes.begin(block, arguments) if passes and device else None
+        inputs = _Inputs(type(block).__name__, arguments, habits, there)
         kept = _Kept() if selective else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -70,8 +76,10 @@ def checkpointed(block: nn.Module, forward: Callable[..., Any], *, selective: bo
         def pass_(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             return call(inputs.now(arguments))
 
-        output = checkpoint(pass_, arguments, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(pass_, inputs.kept(arguments), use_reentrant=False, context_fn=contexts)
         inputs.after_first_pass()
+        if there and device:
+            there.end(device)
         if kept:
             kept.after_first_pass()
         return output
@@ -89,45 +97,62 @@ class _Inputs:
     """Input tensors of a block for its second pass, with their values from before the first.
 
     Inputs that the block itself changes in place are copied before the first pass. As long as these are not known, all
-    inputs are copied.
+    inputs are copied. The others go to the host after the first pass, if there is a pass `there`.
     """
 
-    def __init__(self, block: str, arguments: object, habits: _Habits) -> None:
-        self._block, self._habits, self.again = block, habits, False
-        leaves, self._form = tree_flatten(arguments)
+    def __init__(self, block: str, arguments: object, habits: _Habits, there: BlockPass | None) -> None:
+        self._block, self._habits, self._there, self.again = block, habits, there, False
+        self._all, self._form = tree_flatten(arguments)
         self._versions = {
             place: compat.version(leaf)
-            for place, leaf in enumerate(leaves)
+            for place, leaf in enumerate(self._all)
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference()
         }
-        self._leaves: list[Tensor | None] = [
-            leaf if place in self._versions else None for place, leaf in enumerate(leaves)
-        ]
+        self._trained = {place for place in self._versions if self._all[place].requires_grad}
         copied = self._versions.keys() if habits.changed is None else self._versions.keys() & habits.changed
-        self._copies = {place: leaves[place].detach().clone() for place in copied}
+        self._copies = {place: self._all[place].detach().clone() for place in copied}
+        self._away: dict[int, OnHost] = {}
+
+    def kept(self, arguments: Any) -> Any:
+        """Returns what torch keeps for the second pass: the arguments, or an empty tensor on their device.
+
+        torch saves the RNG state of the devices of these tensors.
+        """
+        if self._there is None:
+            return arguments
+        return next(leaf for leaf in self._all if isinstance(leaf, Tensor)).new_empty(0)
 
     def after_first_pass(self) -> None:
-        """Drops the copies of inputs that have not changed."""
+        """Drops the copies of inputs that have not changed, and copies these to the host, if it is set."""
         changed = frozenset(place for place, version in self._versions.items() if self._has_changed(place, version))
         self._habits.changed = changed | (self._habits.changed or frozenset())
         if missing := changed - self._copies.keys():
             self._reject(min(missing), "in some passes only")
         self._copies = {place: copy for place, copy in self._copies.items() if place in changed}
         self._versions = {place: self._now(place) for place in self._versions}
+        if self._there is None:
+            return
+        for place in self._versions:
+            packed = None if place in self._copies else self._there.pack(self._all[place])
+            if isinstance(packed, OnHost):
+                self._away[place] = packed
+                self._all[place] = None
+        self._versions = {place: version for place, version in self._versions.items() if place not in self._away}
 
     def now(self, arguments: Any) -> Any:
         """Returns the arguments of the current pass."""
         if not self.again:
-            return arguments
+            return tree_unflatten(self._all, self._form) if self._there else arguments
         for place, version in self._versions.items():
             if place not in self._copies and self._has_changed(place, version):
                 self._reject(place, "after the block")
-        if not self._copies:
-            return arguments
-        leaves = tree_leaves(arguments)
-        for place, copy in self._copies.items():
+        if not self._copies and not self._away:
+            return tree_unflatten(self._all, self._form)
+        leaves = list(self._all)
+        back = {place: packed.take() for place, packed in self._away.items()}
+        for place, copy in (self._copies | back).items():
             # Not a leaf of autograd: leaves that require gradients cannot be changed in place.
-            leaves[place] = copy.detach().requires_grad_(leaves[place].requires_grad).clone()
+            leaves[place] = copy.detach().requires_grad_(place in self._trained).clone()
         return tree_unflatten(leaves, self._form)
 
     def _now(self, place: int) -> int | None:
@@ -138,8 +163,7 @@ class _Inputs:
         return version is None or self._now(place) != version
 
     def _tensor(self, place: int) -> Tensor:
-        leaf = self._leaves[place]
-        assert leaf is not None
+        leaf: Tensor = self._all[place]
         return leaf
 
     def _reject(self, place: int, when: str) -> NoReturn:

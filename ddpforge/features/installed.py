@@ -12,11 +12,15 @@ from ddpforge.features.mirror import MirroredRun
 from ddpforge.features.multi_pass import MultiPass
 from ddpforge.features.profiling import ProfiledRun
 from ddpforge.features.restored_buffers import RestoredBuffers
+from ddpforge.features.silent_corruption import SilentCorruption
+from ddpforge.features.slow_ranks import SlowRanks
 from ddpforge.features.source_losses import SourceLosses
 from ddpforge.features.sources import Mixtures
 from ddpforge.features.streams import IterableData
 from ddpforge.features.task_state import TaskStates
+from ddpforge.features.time_marks import GradientWait, SaveMarks
 from ddpforge.features.token_limit import MicroBatchesByTokens
+from ddpforge.features.utilization import Utilization
 
 FEATURES = [
     FrozenWeightDtype,
@@ -34,5 +38,10 @@ FEATURES = [
     RestoredBuffers,
     MultiPass,
     SeveralUpdates,
+    Utilization,
+    SaveMarks,
+    GradientWait,
+    SlowRanks,
+    SilentCorruption,
 ]
 OBSERVERS = [ProfiledRun, MirroredRun]

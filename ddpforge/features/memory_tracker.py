@@ -17,7 +17,17 @@ from torch.distributed.tensor import DTensor
 from ddpforge import compat
 from ddpforge.ranks import heartbeat
 
-__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "LiveTensor", "MemoryTracker", "storages", "tensors_in"]
+__all__ = [
+    "COMMUNICATION",
+    "EMPTY",
+    "KINDS",
+    "LOSS",
+    "LiveTensor",
+    "MemoryTracker",
+    "is_fake",
+    "storages",
+    "tensors_in",
+]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
 KINDS = (
@@ -125,7 +135,7 @@ class MemoryTracker(compat.DispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and _is_fake(args[0]):  # more than half of all calls: skips the other modes
+        if func is _DEVICE and is_fake(args[0]):  # more than half of all calls: skips the other modes
             return args[0].device
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
@@ -137,7 +147,7 @@ class MemoryTracker(compat.DispatchMode):
         if func.namespace == "prim":
             return found
         made = list(tensors_in(found))
-        if any(_is_fake(one) and one.device.type == "meta" for one in made):
+        if any(is_fake(one) and one.device.type == "meta" for one in made):
             return found  # torch infers shapes
         self._now += 1
         if self._work:
@@ -217,7 +227,7 @@ class MemoryTracker(compat.DispatchMode):
             self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
 
 
-def _is_fake(tensor: Any) -> bool:
+def is_fake(tensor: Any) -> bool:
     """True for a tensor without values, from a simulated step."""
     return hasattr(tensor, "fake_device")
 

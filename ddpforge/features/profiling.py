@@ -96,7 +96,7 @@ class Profile:
     def _end(self, step: int) -> None:
         self._over = True
         if self._recorder is None:
-            log.warning("--profile: this attempt trained none of the steps %d..%d", *_bounds(self._window))
+            log.warning("profile: this attempt trained none of the steps %d..%d", *_bounds(self._window))
             return
         kind = device_kind(self._world.device)
         kind.synchronize(self._world.device)

@@ -136,7 +136,12 @@ def _unknown(parts: Dealt) -> str:
 
 
 def has_loss_from_outputs(task: type) -> bool:
-    """True if no class overrides `loss` without `loss_from_outputs`, so that both are of the same loss."""
+    """True if no class overrides `loss` without `loss_from_outputs`, so that both are of the same loss.
+
+    False for one of several updates, which is not a task by itself.
+    """
+    if not issubclass(task, Task):
+        return False
     order = task.__mro__
     first = {name: next(place for place, one in enumerate(order) if name in vars(one)) for name in _BOTH}
     return order[first["loss_from_outputs"]] is not Task and first["loss_from_outputs"] <= first["loss"]

@@ -1,4 +1,4 @@
-"""Compares two computations that must agree: numbers, tensors by name, and the curves and weights of two runs.
+"""Compares the curves and the weights of two runs that must agree.
 
 Plain data in, plain data out. The first difference is named by its quantity, its step and the tensor with most of it.
 """
@@ -7,33 +7,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from ddpforge.guard.rounding import (
+    UPDATES,
+    Excess,
+    Rounding,
+    Values,
+    apart,
+    difference_norms,
+    excesses,
+    norm_of,
+    ratio,
+    relative,
+    resolution_of,
+    worst,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "TOLERANCES",
+    "VISIBLE",
     "Point",
     "Quantity",
     "Record",
     "Tolerances",
     "compare",
-    "difference_norms",
     "drift_text",
     "first_drift",
-    "norm_of",
-    "ratio",
-    "relative",
-    "worst",
 ]
+
 
 _EXACT = 1e-12  # for learning rates, which are functions of the step
 _INITIAL = 1e-6  # for initial weights, which the same seed draws
+_FIXED = ("initial weights", "lr", "steps")  # quantities that a perturbation of the weights does not change
 _FLOOR = 1e-3  # values smaller than this share of the largest are compared relative to that share
 
 
+# ---------------------------------------------------------------------------------------------- two runs
 @dataclass(frozen=True)
 class Tolerances:
     """Largest relative differences that rounding explains, over tens of steps.
@@ -59,21 +73,26 @@ TOLERANCES: Mapping[str, Tolerances] = {
     "bf16": _HALF,
     "fp16": _HALF,
 }
-"""By `train.precision`. In fp32 at least ten times the measured difference between one and two ranks after 20 steps. In
-bf16 five times for the norm and twice for weights: wider tolerances would detect nothing."""
+"""By `train.precision`, for comparisons that measure no rounding. In fp32 at least ten times the measured difference
+between one and two ranks after 20 steps. In bf16 five times for the norm and twice for weights: wider tolerances would
+detect nothing."""
+VISIBLE = _HALF
+"""Upper limits of measured tolerances in every dtype: a user sees larger differences in the curves of two runs."""
 
 
 @dataclass(frozen=True)
 class Record:
     """Record of a run: a row of metrics per step, the strategy's own initial weights, and the final weights.
 
-    `averages` is the value in the strategy's contract.
+    `averages` is the value in the strategy's contract. `gradients` are those of the first step, if the strategy has
+    them.
     """
 
     rows: Sequence[Mapping[str, Any]]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
     averages: str = "gradients"
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -83,22 +102,30 @@ class Record:
 
 @dataclass(frozen=True)
 class Point:
-    """Quantity at one step; `difference` is relative, and infinite if it has no finite value."""
+    """Quantity at one step; `difference` is relative, and infinite if it has no finite value.
+
+    `allowed` is the largest difference that measured rounding explains, if it was measured.
+    """
 
     step: int
     difference: float
     value: float | None = None
     reference: float | None = None
+    allowed: float | None = None
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of a run, compared with the reference; `where` is the tensor with the largest difference."""
+    """One quantity of a run, compared with the reference; `where` is the tensor with the largest difference.
+
+    `worst` are tensors that differ by more than rounding explains, the worst five.
+    """
 
     name: str
-    tolerance: float
+    tolerance: float  # the largest one of all points
     points: tuple[Point, ...]
     where: str | None = None
+    worst: tuple[Excess, ...] = ()
 
     @property
     def largest(self) -> Point:
@@ -108,11 +135,28 @@ class Quantity:
     @property
     def drift(self) -> Point | None:
         """Returns the first point with a difference above the tolerance, if any."""
-        return next((point for point in self.points if point.difference > self.tolerance), None)
+        return next((point for point in self.points if point.difference > self._allowed(point)), None)
+
+    def _allowed(self, point: Point) -> float:
+        return self.tolerance if point.allowed is None else point.allowed
 
 
-def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
-    """Compares every quantity that both runs have, in the order of cause and effect within a step."""
+def compare(run: Record, reference: Record, tolerances: Tolerances, perturbed: Sequence[Record] = ()) -> list[Quantity]:
+    """Compares every quantity that both runs have, in the order of cause and effect within a step.
+
+    With `perturbed`, the reference from perturbed initial weights, rounding is measured: `tolerances` are then upper
+    limits for quantities of the whole model, and gradients and updates are compared one by one.
+    """
+    found = _quantities(run, reference, tolerances)
+    if perturbed:
+        perturbed = [_aligned(one, reference) for one in perturbed]
+        near = [{one.name: one for one in _quantities(each, reference, tolerances)} for each in perturbed]
+        found = [_measured(one, [each[one.name] for each in near if one.name in each]) for one in found]
+        found += _tensors(run, reference, perturbed)
+    return found
+
+
+def _quantities(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
     shared = min(run.steps, reference.steps)
     found = [
         _initial(run, reference),
@@ -130,6 +174,66 @@ def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quan
     return [quantity for quantity in found if quantity.points]
 
 
+def _aligned(perturbed: Record, reference: Record) -> Record:
+    """Returns the record as if training had begun from the reference's weights: the perturbation is not rounding."""
+    begins = reference.initial
+    moved = {
+        name: one.double() - perturbed.initial[name].double() + begins[name].double()
+        for name, one in perturbed.final.items()
+        if name in perturbed.initial and name in begins and one.shape == begins[name].shape
+    }
+    return replace(perturbed, final={**perturbed.final, **moved})
+
+
+def _measured(quantity: Quantity, near: Sequence[Quantity]) -> Quantity:
+    """Returns the quantity with the tolerances that its differences in perturbed references give."""
+    if quantity.name in _FIXED or not near:
+        return quantity
+    steps = zip(*(one.points for one in near), strict=False)
+    rounding = Rounding([{quantity.name: max(one.difference for one in points)} for points in steps])
+    # A metric counts samples: by chance, no perturbed run has another prediction.
+    least = TOLERANCES["fp32"].metrics if _is_metric(quantity.name) else 0.0
+    points = [
+        replace(point, allowed=min(quantity.tolerance, max(least, rounding.allowed(number, quantity.name))))
+        for number, point in enumerate(quantity.points, start=1)
+    ]
+    return replace(quantity, tolerance=max(one.allowed or 0.0 for one in points), points=tuple(points))
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith("eval/") and not name.endswith("/loss")
+
+
+def _tensors(run: Record, reference: Record, perturbed: Sequence[Record]) -> list[Quantity]:
+    """Compares each gradient of the first step, and the norm of the change of each weight in training."""
+    found = []
+    if run.gradients and reference.gradients and run.averages == reference.averages == "gradients":
+        gradients = Rounding.measured([reference.gradients], *([one.gradients] for one in perturbed))
+        found.append(_each("gradients", 1, run.gradients, reference.gradients, gradients))
+    if run.steps == reference.steps and run.steps and (moved := _moved(reference, reference)):
+        least = [resolution_of(reference.initial, moved)]
+        norms = [[_moved(one, reference)] for one in perturbed]
+        rounding = Rounding.measured([moved], *norms, factor=UPDATES, resolution=least)
+        found.append(_each("updates", run.steps, _moved(run, reference), moved, rounding))
+    return found
+
+
+def _moved(run: Record, reference: Record) -> dict[str, float]:
+    """Returns the norm of the change of each weight: single elements of it may differ by anything, see Tolerances."""
+    changes = difference_norms(run.final, reference.initial)
+    return {name: changes[name] for name in reference.initial if math.isfinite(changes[name])}
+
+
+def _each(name: str, step: int, mine: Values, theirs: Values, rounding: Rounding) -> Quantity:
+    """Returns the quantity with the tensor that differs most in proportion to its own tolerance."""
+    differences = apart(mine, theirs)
+    allowed = {one: rounding.allowed(1, one) for one in differences}
+    where = max(differences, key=lambda one: ratio(differences[one], allowed[one]))
+    point = Point(step, differences[where], allowed=allowed[where])
+    worst = tuple(excesses(mine, theirs, allowed.__getitem__))
+    return Quantity(name, allowed[where], (point,), where if differences[where] else None, worst)
+
+
 def first_drift(quantities: Iterable[Quantity]) -> tuple[Quantity, Point] | None:
     """Returns the quantity that is first above its tolerance, and the point; None if all are within."""
     drifts = [(quantity, quantity.drift) for quantity in quantities]
@@ -145,27 +249,6 @@ def drift_text(quantity: Quantity, point: Point) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- numbers
-def relative(value: float | None, reference: float | None, floor: float = 0.0) -> float:
-    """Returns the difference of two numbers, relative to the reference, or to `floor` if that is larger.
-
-    It is infinite if one number is absent or not finite and the other differs. Two NaNs are equal.
-    """
-    if value == reference:
-        return 0.0
-    if value is None or reference is None:
-        return math.inf
-    if math.isnan(value) and math.isnan(reference):
-        return 0.0
-    return ratio(abs(value - reference), max(abs(reference), floor)) if math.isfinite(value - reference) else math.inf
-
-
-def ratio(difference: float, scale: float) -> float:
-    """Returns `difference / scale`; 0 without a difference, infinite for a scale of 0 or an infinite difference."""
-    if not difference:
-        return 0.0
-    return difference / scale if scale and math.isfinite(difference) else math.inf
-
-
 def _curve(key: str, run: Record, reference: Record, steps: int, tolerance: float, floor: float = _FLOOR) -> Quantity:
     """Compares a column of both runs' rows; returns no points if neither run has it."""
     pairs = [(mine.get(key), theirs.get(key)) for mine, theirs in zip(run.rows[:steps], reference.rows, strict=False)]
@@ -182,7 +265,7 @@ def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[
     last = {**reference.rows[-1], **run.rows[-1]}
     found = []
     for key in (key for key in last if key.startswith("eval/")):
-        tolerance = tolerances.loss if key.endswith("/loss") else tolerances.metrics
+        tolerance = tolerances.metrics if _is_metric(key) else tolerances.loss
         value, other = run.rows[-1].get(key), reference.rows[-1].get(key)
         found.append(Quantity(key, tolerance, (Point(run.steps, relative(value, other, 0.0), value, other),)))
     return found
@@ -213,29 +296,3 @@ def _buffers(run: Record, reference: Record, tolerance: float) -> Quantity:
     apart = {name: ratio(x, norm_of([theirs.get(name)])) for name, x in difference_norms(mine, theirs).items()}
     points = (Point(run.steps, max(apart.values())),) if apart else ()
     return Quantity("buffers", tolerance, points, worst(apart))
-
-
-def difference_norms(mine: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Returns the distance between the two tensors of each name; infinite if one is missing or the shapes differ."""
-    found = {}
-    for name in {**theirs, **mine}:
-        a, b = mine.get(name), theirs.get(name)
-        found[name] = math.inf if a is None or b is None or a.shape != b.shape else norm_of([_difference(a, b)])
-    return found
-
-
-def _difference(a: Tensor, b: Tensor) -> Tensor:
-    a, b = a.double(), b.double()
-    return (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)  # inf - inf is nan
-
-
-def norm_of(tensors: Iterable[Tensor | None]) -> float:
-    """Returns the norm of all elements together; infinite if one is NaN."""
-    norm = math.hypot(*(float(tensor.double().norm()) for tensor in tensors if tensor is not None))
-    return math.inf if math.isnan(norm) else norm
-
-
-def worst(differences: Mapping[str, float]) -> str | None:
-    """Returns the name with the largest difference; None if there is no difference."""
-    name = max(differences, key=lambda one: differences[one], default=None)
-    return name if name is not None and differences[name] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "check_float64",
     "check_layers",
     "check_master_dtype",
+    "check_methods",
     "check_optimizer",
     "check_own_parameters",
     "check_parameter_groups",
@@ -117,6 +119,25 @@ def check_task(built: Built) -> None:
         except UsageError as error:
             _name_option(built, data, error)
             raise
+
+
+def check_methods(built: Built) -> None:
+    """Raises UsageError for a method of a dataset that cannot be called with its argument."""
+    for data in _datasets(built):
+        for name, argument in (("__getitem__", "index"), ("collate", "samples")):
+            method = getattr(data, name, None)
+            try:
+                signature = inspect.signature(method) if callable(method) else None
+            except ValueError:  # written in C
+                continue
+            try:
+                if signature is not None:
+                    signature.bind(None)
+            except TypeError as error:
+                raise UsageError(
+                    f"{type(data).__name__}.{name} is called with one argument, the {argument}: {error}",
+                    hints=[f"def {name}(self, {argument})"],
+                ) from error
 
 
 def _check_documents(task: Task, data: Any) -> None:
@@ -234,7 +255,7 @@ def check_optimizer(built: Built) -> None:
         build_optimizer(built.registry, recipe.optimizer, built.model, list(built.updates), recipe.train.blocks)
 
 
-FIT = (("task", check_task),)
+FIT = (("data", check_methods), ("task", check_task))
 """The checks that must pass before samples are tried."""
 
 CHECKS = (

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 import resource
 import shlex
-import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +18,7 @@ from typing_extensions import override
 
 from ddpforge import disk
 from ddpforge.errors import OutOfMemory
+from ddpforge.features.plan_process import PlanProcess
 from ddpforge.interfaces import World, device_kind
 from ddpforge.local_world import local_world_size
 from ddpforge.ranks import heartbeat
@@ -42,9 +39,7 @@ _LARGEST = 0.1  # relative difference; a larger one is logged
 _LONGEST = 300.0  # seconds that a run waits for its plan when it ends
 _LESS = 0.9  # share of the planned memory to aim for, if a plan that should fit did not
 _PATIENCE = 120.0  # seconds that a failed run waits for the plan
-_NICE = 19
 _FRAGMENTS = 0.1  # share of allocated memory that the CUDA caching allocator loses to fragmentation
-_LAUNCHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|GROUP|ROLE|TORCHELASTIC|ACCELERATE)_.*")
 
 
 def is_enabled(recipe: Recipe, parameters: int) -> bool:
@@ -88,14 +83,14 @@ class MemoryCheck:
         self._begun = 0  # steps of this attempt
         self._life = ExitStack()
         self._ledger: MemoryTracker | None = None
-        self._plan: _Plan | None = None
+        self._plan: PlanProcess | None = None
         self._measured: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the plan if the recipe has `track.plan = "on"`; otherwise ends the plan's process."""
+        """Waits for the plan if the recipe has `track.memory_check = "on"`; otherwise ends the plan's process."""
         self._life.close()
         if self._plan and kind is None and self._recipe.track.memory_check == "on":
             self._plan.wait(_LONGEST)
@@ -144,7 +139,7 @@ class MemoryCheck:
                 "ranks": [peak for peak, _ in found],
             }
             self._write(None, None)
-            self._plan = _Plan(self._folder.resolved, self._world.global_ranks.size)
+            self._plan = PlanProcess(self._folder.resolved, self._world.global_ranks.size)
             self._plan.give_way()
 
     def _look(self) -> None:
@@ -234,7 +229,7 @@ def _caused(said: OutOfMemory, error: OutOfMemory) -> OutOfMemory:
 
 
 def _planned(recipe: Path, ranks: int, budget: int) -> dict[str, Any] | None:
-    plan = _Plan(recipe, ranks, "--memory", str(budget))
+    plan = PlanProcess(recipe, ranks, "--memory", str(budget))
     plan.wait(_PATIENCE)
     said = plan.said() if plan.is_over else []
     plan.end()
@@ -244,51 +239,6 @@ def _planned(recipe: Path, ranks: int, budget: int) -> dict[str, Any] | None:
 def _hint(remedy: Mapping[str, Any]) -> str:
     changes = " and ".join(f"{key} = {value}" for key, value in remedy["sets"].items())
     return f"set {changes}: {_size(remedy['needs'])} by the plan"
-
-
-class _Plan:
-    """Process that computes a plan. It uses no GPU."""
-
-    def __init__(self, recipe: Path, ranks: int, *options: str) -> None:
-        plan = ("-P", "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--json")
-        command = [sys.executable, *plan, *options]
-        alone = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # the output is a few kB, which fits into the pipe's buffer
-            stderr=subprocess.DEVNULL,
-            env=alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )
-
-    def give_way(self) -> None:
-        """Gives the process the lowest CPU priority."""
-        with suppress(psutil.Error):  # the process may have ended
-            psutil.Process(self._process.pid).nice(_NICE)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the process has ended, with or without a plan."""
-        return self._process.poll() is not None
-
-    def wait(self, seconds: float) -> None:
-        """Waits for the end of the process, at most `seconds` seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
-    def said(self) -> list[dict[str, Any]]:
-        """Returns the plans, one per strategy; empty if the process failed."""
-        out, _ = self._process.communicate()
-        try:
-            found: list[dict[str, Any]] = json.loads(out)
-        except ValueError:
-            return []
-        return found
-
-    def end(self) -> None:
-        """Kills the process."""
-        self._process.kill()
-        self._process.wait()
 
 
 def _phase() -> str:

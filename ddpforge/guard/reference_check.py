@@ -21,7 +21,7 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
-from ddpforge.guard.comparison import difference_norms, norm_of, ratio, relative
+from ddpforge.guard.rounding import difference_norms, norm_of, ratio, relative
 from ddpforge.guard.sum_reduction import compare_halves
 from ddpforge.interfaces import Contract, Pass, Replica, SupportsMultiPass, Task, TensorShard, World, device_kind
 from ddpforge.interfaces.regions import copy as copy_region

@@ -15,6 +15,7 @@ from ddpforge.components.local_code import component_name
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError, pip_install
+from ddpforge.features.corruption_check import check_corruption
 from ddpforge.interfaces import Callback, DeviceKind, Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, no_sampler_of_streams, plan_batch
@@ -474,6 +475,12 @@ def check_callbacks(chosen: Chosen) -> Errors:
         except ForgeError as error:
             error.key = f"callbacks.{name}"
             yield error
+        if chosen.trains and chosen.recipe.train.eval_by == "follower" and overriding({name: callback}, "on_eval"):
+            yield UsageError(
+                "it needs the evaluations of the run, but another process evaluates",
+                hints=['set train.eval_by = "run", or remove the callback'],
+                key=f"callbacks.{name}",
+            )
         metric = getattr(callback, "metric", "")
         if chosen.trains and not chosen.recipe.data.evaluations and str(metric).startswith("eval/"):
             yield UsageError(
@@ -553,6 +560,7 @@ CHECKS = (
     ("task", check_fused_loss),
     ("train.max_tokens", check_max_tokens),
     ("callbacks", check_callbacks),
+    ("callbacks", check_corruption),
     ("train", check_device),
     ("train.compile", check_compile),
     ("train.fp8", check_float8),

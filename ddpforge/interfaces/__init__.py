@@ -4,6 +4,9 @@ Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s, 
 step. Importing these modules does not import torch.
 """
 
+from importlib import import_module
+from typing import Never
+
 from ddpforge.interfaces.attention_context import AttentionContext
 from ddpforge.interfaces.auxiliary import AuxiliaryModule
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
@@ -107,3 +110,7 @@ __all__ = [
     "mix",
     "read_all",
 ]
+
+
+def __getattr__(name: str) -> Never:
+    raise import_module("ddpforge.components.attributes").missing_name(__name__, name)

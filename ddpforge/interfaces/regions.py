@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,17 @@ class TensorShard:
     @classmethod
     def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1, among: str = "") -> TensorShard:
         """Returns a part that is the whole tensor."""
-        return cls(tensor, tuple(tensor.shape), FlatRange(0, tensor.numel()), replica, replicas, among)
+        if not 0 <= replica < replicas:
+            raise ValueError(f"there is no replica {replica} among {replicas}")
+        # Without `__init__`, which would check what holds by construction: a model may have 100,000 parameters.
+        part, shape, put = object.__new__(cls), tuple(tensor.shape), object.__setattr__
+        put(part, "tensor", tensor)
+        put(part, "shape", shape)
+        put(part, "region", whole(shape))
+        put(part, "replica", replica)
+        put(part, "replicas", replicas)
+        put(part, "replica_group", among)
+        return part
 
     def of(self, tensor: Tensor) -> TensorShard:
         """Returns the same part of another tensor that this rank holds in the same layout."""
@@ -169,6 +180,7 @@ def copy_from(tensor: Tensor, region: Region, target: Tensor) -> None:
         copy(tuple(tensor.shape), whole(tuple(tensor.shape)), tensor.reshape(-1), simple, held)
 
 
+@lru_cache(1024)
 def whole(shape: Shape) -> FlatRange:
     """Returns the range of all elements of a tensor."""
     return FlatRange(0, prod(shape))
@@ -183,13 +195,15 @@ def normal(shape: Shape, region: Region) -> Region:
     Raises:
         ValueError: The region is not part of a tensor of this shape.
     """
+    if isinstance(region, FlatRange):
+        if 0 <= region.start < region.stop <= whole(shape).stop:
+            return region
+        if not 0 <= region.start <= region.stop <= prod(shape):
+            raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
+        return FlatRange(0, 0)
     if isinstance(region, BoxList):
         found = tuple(box for box in region.boxes if normal(shape, box).numel)
         return BoxList(found) if len(found) > 1 else normal(shape, found[0]) if found else FlatRange(0, 0)
-    if isinstance(region, FlatRange):
-        if not 0 <= region.start <= region.stop <= prod(shape):
-            raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
-        return region if region.numel else FlatRange(0, 0)
 
     offset, size = region.offset, region.size
     if not len(offset) == len(size) == len(shape) or not all(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ddpforge.interfaces.regions import Region, TensorShard
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PACKED", "CanonicalState", "FullWeights", "SavedTensor", "ShardedWeights", "Weights", "read_all"]
 
 PACKED = "packed"  # the name of the tensor that replaces the `weight` of a quantized layer in checkpoints
+_SMALL = 1 << 12  # bytes
 _READERS = 4  # threads per rank, at most
 
 X = TypeVar("X")
@@ -53,11 +55,15 @@ def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
 
     Raises the error of a failed read; some of the other targets are filled by then.
     """
-    left = iter(list(reads))  # shared: a free thread takes the next one
+    small: list[tuple[SavedTensor, Region, Tensor]] = []
+    large: list[tuple[SavedTensor, Region, Tensor]] = []
+    for each in reads:
+        (small if each[2].nbytes <= _SMALL else large).append(each)
+    left = iter(large)  # shared: a free thread takes the next one
 
-    def fill() -> None:
+    def fill(first: Iterable[tuple[SavedTensor, Region, Tensor]] = ()) -> None:
         try:
-            for saved, region, target in left:
+            for saved, region, target in chain(first, left):
                 saved.read_into(region, target)
         except BaseException:
             deque(left, maxlen=0)  # skip the remaining reads
@@ -66,7 +72,7 @@ def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
     helpers = min(_READERS, cores_per_rank(local_world_size())) - 1
     with ThreadPoolExecutor(max(1, helpers), "reader of a checkpoint") as pool:
         others = [pool.submit(fill) for _ in range(helpers)]
-        fill()
+        fill(small)  # in one thread: Python would take longer to switch between threads than to read one of them
         for other in others:
             other.result()
 

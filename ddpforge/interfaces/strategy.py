@@ -119,6 +119,11 @@ class Strategy(ABC):
     train: TrainSection  # these two are set by `setup`
     world: World
 
+    @classmethod
+    def layouts(cls, ranks: int) -> Iterable[Mapping[str, Any]]:
+        """Returns the options of each layout over `ranks` ranks, for `ddpforge certify`; a run may refuse some."""
+        return ({},)
+
     def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
         """Returns the configurations generated for other libraries, by name; shown by `ddpforge show`."""
         return {}
@@ -250,6 +255,13 @@ class Replica(ABC):
                 if trains:
                     self.backward(loss, one.scale())
             yield loss, outputs
+
+    def compile_loss(self, loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor] | None:
+        """Returns `loss`, a function of `module` and a batch, compiled together with the forward pass that it calls.
+
+        None, the default, if the replica compiles only the model, or nothing.
+        """
+        return None
 
     def local_batch(self, batch: Any) -> Any:
         """Returns this rank's part of a batch on the device: the whole batch, unless ranks share its samples.

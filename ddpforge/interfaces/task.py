@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddpforge.interfaces.sample_rng import SampleRNG
 
@@ -55,9 +55,10 @@ class Task(ABC):
     `world.dp_ranks.all_gather` (see `start`) returns the results of all data-parallel ranks.
     """
 
-    evaluation_loss: bool = True
+    evaluation_loss: bool | Literal["some"] = True
     """Set to False if the model computes its loss only in training mode, as torchvision's detection models do. In an
-    evaluation, `loss` then returns None as the loss: `(None, outputs)`. Evaluations report only metrics.
+    evaluation, `loss` then returns None as the loss: `(None, outputs)`. Evaluations report only metrics. Set it to
+    "some" if only some datasets have a loss: it is then None for batches of the others.
     """
 
     by_position: bool = False
@@ -84,7 +85,8 @@ class Task(ABC):
 
     predicts_next_token: bool = False
     """Set to True if the model returns, for tokens [B, T], logits [B, T, V] of the next token at each position,
-    computed from the tokens up to that position. `ddpforge generate` requires it.
+    computed from the tokens up to that position, or is an encoder-decoder model of transformers. `ddpforge generate`
+    requires it.
     """
 
     separates_documents: bool = False
@@ -124,7 +126,7 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Returns the loss *summed* over the batch's items (0-d, with gradients), and the outputs that `metrics` reads.
 
-        With `evaluation_loss = False` the loss is None if `model.training` is False.
+        With `evaluation_loss = False` the loss is None if `model.training` is False; with "some" it may be.
 
         Return a sum, not a mean. Gradients are divided once, by the number of items in the global batch, so every item
         has the same weight for any gradient accumulation, any world size and incomplete last batches.

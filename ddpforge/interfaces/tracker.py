@@ -36,5 +36,15 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Discards rows and displayed values after `step`: training went back to it, and will log them again."""
 
+    def join(self, folder: Path) -> bool:
+        """Opens the tracked run of `folder` in another process than the one that trains, to log evaluations to it.
+
+        Returns False if the tracker cannot do this, as this one. Replaces `start`; `leave` replaces `finish`.
+        """
+        return False
+
+    def leave(self) -> None:
+        """Ends what `join` began; the run itself goes on."""
+
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Ends the tracker; called once. `state` is that of `status.json` (done, failed, preempted, diverged)."""

@@ -146,6 +146,11 @@ def adapter_config(model: nn.Module) -> Any:
             hints=["--format peft is for models with `lora`; omit it to write all weights"],
         )
     config = copy(known["default"])
+    if config.init_lora_weights == "pissa":
+        raise UsageError(
+            'a folder of peft has adapters for the saved weights, and init = "pissa" has changed these',
+            hints=["--merge writes all weights, with the adapters folded in"],
+        )
     parts = (_A, _B, _MAGNITUDE)
     trained = [name for name, x in model.named_parameters() if x.requires_grad and not name.endswith(parts)]
     for name in trained:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -353,11 +353,16 @@ def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, st
 # ----------------------------------------------------------------------------------- a folder of transformers
 @dataclass(frozen=True)
 class FolderParts:
-    """Parts of a transformers model except its weights: configurations and tokenizer."""
+    """Parts of a transformers model except its weights: configurations and tokenizer.
+
+    A model with a method `save_extra_files(folder, data, tensors)` writes further files; `tensors` reads exported
+    weights.
+    """
 
     config: Any
     generation: Any
     tokenizer: Any
+    extra: Callable[[Path, Mapping[str, Tensor]], None] | None = None
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
@@ -388,7 +393,10 @@ class FolderParts:
             known = generation.eos_token_id
             known = [] if known is None else known if isinstance(known, list) else [known]
             generation.eos_token_id = [*known, *(token for token in ends if token not in known)]
-        return cls(config, generation, getattr(data, "tokenizer", None))
+        save = getattr(model, "save_extra_files", None)
+        extra = save and (lambda folder, tensors: save(folder, data, tensors))
+        tokenizer = getattr(data, "processor", None) or getattr(data, "tokenizer", None)
+        return cls(config, generation, tokenizer, extra)
 
     def save(self, weights: Exported) -> Exported:
         """Saves the parts in the folder of exported weights; returns `weights` with all files."""
@@ -400,8 +408,12 @@ class FolderParts:
             for part in (self.config, self.generation, self.tokenizer):
                 if part is not None:
                     part.save_pretrained(stage)
-            names = {path.name: disk.sha256(path) for path in sorted(stage.iterdir())}
+            if self.extra:
+                self.extra(stage, _Saved([folder / name for name in weights.files]))
+            files = sorted(path for path in stage.rglob("*") if path.is_file())
+            names = {path.relative_to(stage).as_posix(): disk.sha256(path) for path in files}
             for name in names:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 disk.rename(stage / name, folder / name)
             disk.sync_folder(folder)
         except OSError as error:
@@ -409,6 +421,27 @@ class FolderParts:
         finally:
             disk.remove(stage)
         return replace(weights, files={**weights.files, **names})
+
+
+class _Saved(Mapping[str, Tensor]):
+    """Tensors of weight files by name, each read when it is looked up."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._places: dict[str, Path] = {}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                self._places |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._places[name], "pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+            return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _main_dtype(files: Sequence[Path]) -> torch.dtype:

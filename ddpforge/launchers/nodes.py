@@ -45,7 +45,8 @@ class Nodes:
             raise UsageError(f"--nnodes {number} is not a number of nodes", hints=["e.g. 2, or 1:3 for one to three"])
         rank = None if rank is None else int(rank)
         if rank is not None and not 0 <= rank < most:
-            raise UsageError(f"--node-rank {rank}: there are {most} nodes", hints=[f"expected 0 to {most - 1}"])
+            hints = [f"expected 0 to {most - 1}"] if most > 1 else ["set --nnodes N and --rdzv-endpoint HOST:PORT, too"]
+            raise UsageError(f"--node-rank {rank}: --nnodes is {most}", hints=hints)
         if most > 1 and endpoint is None:
             raise UsageError(
                 f"{most} nodes need an endpoint for their rendezvous, the same on each",

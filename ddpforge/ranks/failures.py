@@ -67,12 +67,12 @@ class FailureRecord:
         }
 
 
-def is_symptom(error: BaseException) -> bool:
+def is_symptom(error: BaseException, seen: tuple[BaseException, ...] = ()) -> bool:
     """True if `error`, or an error that caused it, only means that other ranks did not answer."""
-    lost = type(error).__name__ in ("PeerUnreachable", "PeerFailed") or (
-        isinstance(error, RuntimeError) and _is_about_a_connection(error)
-    )
-    return lost or (error.__cause__ is not None and is_symptom(error.__cause__))
+    lost = type(error).__name__ in ("PeerUnreachable", "PeerFailed")
+    lost = lost or (isinstance(error, RuntimeError) and _is_about_a_connection(error))
+    cause, seen = error.__cause__, (*seen, error)  # code may set causes in a circle
+    return lost or (cause is not None and cause not in seen and is_symptom(cause, seen))
 
 
 def phrase(error: BaseException) -> str:

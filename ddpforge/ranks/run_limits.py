@@ -22,7 +22,7 @@ _LOOK = 1.0  # seconds between two checks of the disk
 log = logging.getLogger("ddpforge")
 
 
-def seconds_of(max_time: str | None) -> float:
+def seconds_of(max_time: str | None, what: str = "the maximum time") -> float:
     """Returns the value of --max-time in seconds (infinite for None); raises UsageError if it is not a time."""
     if max_time is None:
         return math.inf
@@ -31,9 +31,7 @@ def seconds_of(max_time: str | None) -> float:
     except ValueError:
         duration = Duration(0, "s")
     if not duration.is_time or duration.value <= 0:
-        raise UsageError(
-            f"--max-time {max_time} is not a time with a unit", hints=['expected e.g. "30s", "90m" or "4h"']
-        )
+        raise UsageError(f"{what} {max_time} is not a time with a unit", hints=['expected e.g. "30s", "90m" or "4h"'])
     return duration.seconds
 
 

@@ -46,7 +46,15 @@ def find_recipe(name_or_path: str | Path) -> Path:
         ways = ("in Python, read it: ddpforge.train(tomllib.loads(text), …)", "or write it to a file")
         raise RecipeError([Diagnostic("this is the text of a recipe, not its path", hints=ways)])
     exists = os.path.exists(text)
-    hints = [f"write a file in this folder as `./{text}`"] if exists else did_you_mean(text, bundled())
+    own = [name for name in os.listdir() if name.endswith(".toml")]
+    hints = did_you_mean(text, bundled()) or did_you_mean(text, own)
+    if exists:
+        hints = [f"write a file in this folder as `./{text}`"]
+    if os.path.isdir(text):
+        hints = [f"it is a folder; its recipe is a file, e.g. {text}/recipe.toml"]
+    if text.endswith(".py"):
+        hints = ['a script is started by Python or torchrun; a recipe names its model: use = "./FILE.py:Name"']
+        raise RecipeError([Diagnostic(f"{text} is Python, not a recipe", hints=tuple(hints))])
     if (name := text.rpartition(".")[0]) and text.rpartition(".")[2].lower() in _OTHER_FORMATS:
         hints = [f"recipes are TOML files: `{name}.toml`"]
         if name in bundled():

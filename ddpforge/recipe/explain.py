@@ -45,6 +45,7 @@ _LIMITS = {
     **dict.fromkeys(("string_too_long", "too_long"), "at most {max_length} long"),
     "finite_number": "a finite number",
 }
+_METRIC = "a metric is a class: derive it from ddpforge.interfaces.Metric, with __call__(self, outputs, targets)"
 _NUMBER = re.compile(r"[-+]?(?:\d(?:_?\d)*+(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d+)?")
 
 
@@ -104,7 +105,8 @@ class Explainer:
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
-            self.add(path, f"{name} must be {_LIMITS[kind].format_map(limits)}, not {shown(value)}")
+            message = f"{name} must be {_LIMITS[kind].format_map(limits)}, not {shown(value)}"
+            self.add(path, message, *self._meaning(path))
         elif kind in _EXPECTED:
             self.wrong_type(path, value, list(dict.fromkeys(_EXPECTED[one["type"]] for one in alternatives)))
         else:
@@ -116,7 +118,8 @@ class Explainer:
                 hints.append(f"write use = {shown(used)}")
             if is_duration and (meant := duration_meant(value)):
                 hints.append(f'write {dotted(path[-1:])} = "{meant}"')
-            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *instead_of_never(path, value))
+            hints = [*hints, *instead_of_never(path, value)] or self._meaning(path)
+            self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints)
 
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
@@ -139,6 +142,8 @@ class Explainer:
                 f"[{one}]",
                 f'if `use` comes from a recipe that this one extends, remove it: unset = ["{one}"]',
             ]
+        if path[:-1] == ("data",) and not section and "train" not in self.layers.tables.get("data", {}):
+            hints = ["the keys of a dataset are in [data.train], or in [data.eval] for evaluations"]
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
@@ -154,7 +159,6 @@ class Explainer:
         """Reports a required key or section that is missing."""
         path = ("data", "train") if path == ("data",) else path
         table, key = path[:-1], str(path[-1])
-        field = self.vocabulary.field(path)
         if kind := self._kind_at(path):
             message = f"missing section [{dotted(path)}]"
             hints = [f'add [{dotted(path)}] with `use = "…"`; one of: {self._names(kind)}']
@@ -167,7 +171,9 @@ class Explainer:
             hints = [*self._instead_of_use(table), f"one of: {self._names(kind)}"]
         else:
             message = f"missing key `{key}` {self._in(table)}"
-            hints = [f"{key}: {field.description}"] if field and field.description else []
+            hints = self._meaning(path)
+            if not hints and table[:2] == ("task", "metrics"):
+                hints = [_METRIC]
             if table and str(self._use(table)).startswith(OBJECT):
                 hints = [f"set {dotted(path)} in the recipe, or give the object with it: functools.partial(…, {key}=…)"]
             if path in self.layers.dropped:
@@ -175,6 +181,11 @@ class Explainer:
                 again = f"{dotted(path)} = {shown(value)}"
                 hints.insert(0, f"`{again}` is an option of {shown(use)}, and was removed with it; set it again here")
         self._missing[path] = self._problem(path, table, message, hints, on_key=True)
+
+    def _meaning(self, path: KeyPath) -> list[str]:
+        """Returns the description of a key as a hint; [] if it has none."""
+        field = self.vocabulary.field(path)
+        return [f"{path[-1]}: {field.description}"] if field and field.description else []
 
     # -- values
     def wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
@@ -205,7 +216,12 @@ class Explainer:
         elif isinstance(value, str) and path == ("track",):
             yield f"each tracker is a table, e.g. [track.{value if value.isidentifier() else 'wandb'}]"
         elif isinstance(value, bool | int | float) and expected == "a string":
-            yield f'add quotes: {key}"{shown(value)}"'
+            field = self.vocabulary.field(path)
+            patterns = [one.pattern for one in getattr(field, "metadata", ()) if getattr(one, "pattern", None)]
+            if all(re.search(pattern, shown(value)) for pattern in patterns):
+                yield f'add quotes: {key}"{shown(value)}"'
+            else:
+                yield from self._meaning(path)
         elif expected == "an array" and isinstance(value, int | float) and not isinstance(value, bool):
             yield f"it has several values, in brackets: {key}[{shown(value)}, …]"
         elif expected == "an array" and not isinstance(value, dict):

@@ -163,6 +163,8 @@ def _instead(value: Any, path: KeyPath) -> str:
     """Returns what to write in a recipe instead of an object of Python."""
     kind = type(value).__module__.partition(".")[0]
     if path[:2] == ("task", "metrics"):
+        if callable(value) and not hasattr(type(value), "update"):  # a function, or a class
+            return 'name its class: ["./file.py:Name"], derived from ddpforge.interfaces.Metric; or e.g. ["accuracy"]'
         use = f"{type(value).__module__}:{type(value).__name__}"
         return f'name each metric, e.g. ["accuracy"], or by its class: [{{"use": "{use}", …}}]'
     if isinstance(value, set | frozenset):

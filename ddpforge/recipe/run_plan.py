@@ -171,7 +171,8 @@ class StepWindow:
         match = _WINDOW.fullmatch(str(text))
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise UsageError(
-                f"--profile {text} names no steps", hints=['expected e.g. "20..25", or "20..25,all" for all ranks']
+                f"the window of the profile, {text}, has no steps",
+                hints=['expected e.g. "20..25", or "20..25,all" for all ranks'],
             )
         return cls(int(match[1]), int(match[2] or match[1]), bool(match[3]))
 
@@ -179,7 +180,7 @@ class StepWindow:
         """Raises UsageError if a run of `total` steps ends before the window begins."""
         if total is not None and self.first > total:
             raise UsageError(
-                f"--profile begins at step {self.first}, but the run ends at step {total}",
+                f"the window of the profile begins at step {self.first}, but the run ends at step {total}",
                 hints=["name earlier steps, or set a longer train.length"],
             )
 

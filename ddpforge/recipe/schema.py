@@ -363,6 +363,11 @@ class TrainSection(Section):
         default=Duration(1, "ep"),
         description="How often to evaluate on [data.eval]; the end of training is always evaluated.",
     )
+    eval_by: Annotated[Literal["run", "follower"], Resume.FREE] = Field(
+        default="run",
+        description='"follower": the run does not evaluate; `ddpforge eval --follow RUN`, another process, evaluates'
+        " each of its checkpoints. None is removed before its evaluation.",
+    )
     eval_batch: Annotated[Count | None, Resume.FREE] = Field(
         default=None,
         description="Samples per forward pass on one rank at evaluation; absent: as in training.",
@@ -430,6 +435,12 @@ class TrainSection(Section):
         default=False,
         description="Recompute each block's activations in the backward pass instead of keeping them. true: all;"
         ' "selective": all except those of attention, convolutions and every second matrix product, which are slow.',
+    )
+    activation_offload: Annotated[bool, Resume.FREE] = Field(
+        default=False,
+        description="Keep the tensors that a block saves for its backward pass in host memory; with"
+        " `activation_checkpointing` these are the block's inputs. The same numbers. For GPUs: the copies overlap with"
+        " computation.",
     )
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),

@@ -210,6 +210,8 @@ def _train(a: _Arguments) -> Iterator[str]:
     # Both names are read: transformers 5 has renamed the argument.
     if any([a.get("gradient_checkpointing", False), a.get("activation_checkpointing", False)]):
         yield "activation_checkpointing = true"
+    if a.get("activation_offloading", False):  # of TRL
+        yield "activation_offload = true"
     mode = a.get("torch_compile_mode")
     if a.get("torch_compile", False):
         yield f"compile = {toml_value(str(mode or 'default'))}"

@@ -204,7 +204,11 @@ class _Validation:
     def _plain(self, recipe: Recipe) -> Table:
         """Returns the recipe as plain TOML tables with defaults, but without None and without keys of no effect."""
         tables = recipe.model_dump(mode="json", exclude_none=True)
-        if not recipe.data.evaluations:
+        if not recipe.train.activation_offload:
+            del tables["train"]["activation_offload"]  # the same
+        if not recipe.data.evaluations or recipe.train.eval_by == "run":
+            del tables["train"]["eval_by"]  # absent in recipes of versions before 0.6, too
+        if not recipe.data.evaluations or recipe.train.eval_by == "follower":
             del tables["train"]["eval_every"]
         tables["track"] |= tables["track"].pop("trackers")
         for path in recipe.components():
@@ -273,6 +277,15 @@ def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
     if recipe.train.compile_blocks and recipe.train.compile == "off":
         message = '`train.compile_blocks` has no effect while `train.compile` is "off"'
         explainer.add(("train", "compile_blocks"), message, 'set a mode, e.g. compile = "default"', on_key=True)
+    if not recipe.train.activation_offload or recipe.train.compile == "off":
+        return
+    if recipe.train.uses_cuda_graphs or not recipe.train.compile_blocks:
+        message = "`train.activation_offload` copies tensors between blocks, and the whole model is one compiled graph"
+        hint = 'set compile = "default" and compile_blocks = true, or remove activation_offload'
+        explainer.add(("train", "activation_offload"), message, hint, on_key=True)
+    elif recipe.train.activation_checkpointing == "selective":
+        message = 'under `train.activation_offload`, compiled blocks cannot be recomputed by `"selective"`'
+        explainer.add(("train", "activation_checkpointing"), message, "set activation_checkpointing = true")
 
 
 def _check_float8(recipe: Recipe, explainer: Explainer) -> None:
@@ -308,7 +321,14 @@ def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
 
 def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
     _check_names("eval", "set", recipe.data.evaluations, explainer)
-    for key in ("eval_batch", "eval_every"):
+    if (
+        recipe.data.evaluations
+        and recipe.train.eval_by == "follower"
+        and ("train", "eval_every") in explainer.layers.origins
+    ):
+        message = '`train.eval_every` has no effect with `train.eval_by = "follower"`: each checkpoint is evaluated'
+        explainer.add(("train", "eval_every"), message, "set checkpoint.every, and remove eval_every", on_key=True)
+    for key in ("eval_batch", "eval_by", "eval_every"):
         if not recipe.data.evaluations and ("train", key) in explainer.layers.origins:
             explainer.add(("train", key), f"`train.{key}` has no effect without a section [data.eval]", on_key=True)
 

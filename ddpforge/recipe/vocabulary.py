@@ -147,7 +147,8 @@ def foreign_keys() -> dict[str, Foreign]:
     for row in _other_tools()["keys"]:
         section, key = row["section"], row["write"].partition(" ")[0]
         where = f"in [{section}]" if section else "at the top of the recipe"
-        hint = f"ddpforge writes `{row['write']}` {where}"
+        needs = f", which needs `{row['needs']}` there" if "needs" in row else ""
+        hint = f"ddpforge writes `{row['write']}` {where}{needs}"
         entry = Foreign(hint, (section, key) if section else (key,), row["write"])
         hints |= dict.fromkeys(row["aliases"], entry)
     for row in _other_tools()["hints"]:

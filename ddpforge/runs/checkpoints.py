@@ -18,6 +18,7 @@ from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import CheckpointError, SetupError, UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runs.folder import RunFolder
+from ddpforge.runs.metrics import read_evaluations
 
 __all__ = ["CheckpointFolder", "choose", "find", "is_checkpoint", "keep_of", "parse"]
 
@@ -49,7 +50,7 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
         if path is not None:
             return path
 
-    found, _ = retention.committed(folder.checkpoints)
+    found, _ = retention.committed(folder.checkpoints, evaluated=read_evaluations(folder.path))
     if best:
         keep = keep_of(folder)
         chosen = retention.best(found, keep)
@@ -190,7 +191,8 @@ class CheckpointRow:
 
 def rows(place: CheckpointFolder) -> list[CheckpointRow]:
     """Returns all checkpoints, newest first, then the broken ones. Compares file sizes, but reads no tensor files."""
-    found, broken = retention.committed(place.folder)
+    evaluated = read_evaluations(place.run.path) if place.run else {}
+    found, broken = retention.committed(place.folder, evaluated=evaluated)
     best = retention.best(found, place.keep())[:1]
     whole = [
         CheckpointRow(

@@ -5,8 +5,10 @@ runs/<name>/
   env.json                 machine of the last attempt               run.json   id, attempts, lineage
   status.json              state of the run: see `Status`            metrics.jsonl
   failure.json             the rank that failed first, and the position of every rank
+  flops.json               FLOPs of a sample
   memory.json              memory of a step, measured and planned
   logs/                    checkpoints/
+  evaluations/             of checkpoints, by another process
 """
 
 import errno
@@ -66,7 +68,7 @@ _MOST_CODE = 64 << 20
 
 # A link in these folders would make a run write, and a reader read, outside the run's folder. Checkpoints may be on
 # another disk: their readers trust nothing. Folders of trackers are not checked.
-_OWN = ("logs", "shown", "code", "profile")
+_OWN = ("logs", "shown", "code", "profile", "evaluations")
 _MAY_BE_LINKED = ("checkpoints",)
 
 State = Literal["running", "done", "failed", "preempted", "diverged"]
@@ -193,7 +195,7 @@ class _RunFacts(TypedDict):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Folder of one run. Only rank 0 writes in it, except in `logs`."""
+    """Folder of one run. Only rank 0 writes in it, except in `logs` and `evaluations`."""
 
     path: Path
 

@@ -21,6 +21,7 @@ FILE = "metrics.jsonl"
 _RENAMED = {"train/time/step": "train/time/optimizer"}  # as 0.4 and earlier versions wrote them
 SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # a file that another program put in its place
+EVALUATIONS = "evaluations"  # folder with a row for each checkpoint that another process evaluated
 
 _TAIL = 1 << 16  # bytes that are read for the newest rows
 _FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # raised for a line that is not a row
@@ -61,20 +62,16 @@ class JSONLTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line. On return, the operating system has it: a crash of the process does not lose it."""
-        row: Row = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3)}
-        row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        if nonfinite := [key for key, value in metrics.items() if not math.isfinite(value)]:
-            row["nonfinite"] = nonfinite
         with _explained(self._path):
             self._mend()
-            left = memoryview(_line(row).encode())
+            left = memoryview(line_of(step, self._attempt, metrics))
             while left:  # a full disk accepts a part, and then raises OSError
                 left = left[self._kept.write(left) :]
             self._size = self._kept.tell()
         self.rows += 1
 
     def rewind(self, step: int) -> None:
-        """Moves the rows after `step` to the superseded ones. Does not check earlier rows."""
+        """Moves the rows after `step`, also of evaluations by followers, to the superseded ones."""
         with _explained(self._path):
             _touch(self._path)
             try:
@@ -82,8 +79,11 @@ class JSONLTracker(Tracker):
             except _FLAWS:
                 _replace(self._path, _parse(self._path))  # raises with the number of the damaged line
                 begin, drop = _after(self._path, step)
-        if drop:
+        beside = {name: row for name, row in read_evaluations(self._path.parent).items() if row["step"] > step}
+        if drop := [*drop, *(_line(row).encode() for row in beside.values())]:
             _append(self._superseded, drop)  # before the cut, so that a crash loses no row
+        for name in beside:
+            evaluation_file(self._path.parent, name).unlink(missing_ok=True)
         with _explained(self._path):
             _cut(self._path, begin)
             with self._path.open("rb") as file:
@@ -125,19 +125,36 @@ class JSONLTracker(Tracker):
 def read_metrics(folder: Path) -> list[Row]:
     """Returns the rows of the run in `folder`, one per step, in order. Values that were not finite are NaN.
 
-    The training and evaluation rows of a step are merged. An incomplete last line, of a running or killed run, is
-    skipped. Raises SetupError if there is no file or it is damaged.
+    The training and evaluation rows of a step are merged, also those of `read_evaluations`. An incomplete last line, of
+    a running or killed run, is skipped. Raises SetupError if there is no file or it is damaged.
     """
     path = folder / FILE
     if not os.path.lexists(path):
         raise SetupError(f"there is no {path}", hints=["name the folder of a run"])
 
     steps: dict[int, Row] = {}
-    for row in _parse(path):
+    # Rows of the run are later, so that `attempt` and `time` are those of training.
+    beside = [row for row in read_evaluations(folder).values() if any("/" in name for name in row)]
+    for row in [*beside, *_parse(path)]:
         row |= dict.fromkeys(row.pop("nonfinite", ()), math.nan)
         row |= {name: math.nan for name, value in row.items() if value is None}
         steps.setdefault(row["step"], {}).update(row)
-    return list(steps.values())
+    return sorted(steps.values(), key=lambda row: int(row["step"]))
+
+
+def read_evaluations(folder: Path) -> dict[str, Row]:
+    """Returns the rows that followers wrote into the run `folder`, by checkpoint; the later of a step comes last.
+
+    A row without metrics is of a damaged checkpoint. Raises SetupError for a damaged file.
+    """
+    paths = (folder / EVALUATIONS).glob("step-*.json")
+    found = {path.stem: row for path in paths for row in _parse(path)[:1]}
+    return dict(sorted(found.items(), key=lambda each: (each[1]["step"], each[1]["time"])))
+
+
+def evaluation_file(folder: Path, checkpoint: str) -> Path:
+    """Returns the path of the row that a follower writes for a checkpoint of the run `folder`."""
+    return folder / EVALUATIONS / f"{checkpoint}.json"
 
 
 def latest_rows(folder: Path) -> list[Row]:
@@ -302,6 +319,15 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         _sync(file)
     os.replace(new, path)
+
+
+def line_of(step: int, attempt: int, metrics: Mapping[str, float]) -> bytes:
+    """Returns the line of a row that is written now."""
+    row: Row = {"step": step, "attempt": attempt, "time": round(time.time(), 3)}
+    row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    if nonfinite := [key for key, value in metrics.items() if not math.isfinite(value)]:
+        row["nonfinite"] = nonfinite
+    return _line(row).encode()
 
 
 def _line(row: Row) -> str:

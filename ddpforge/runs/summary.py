@@ -15,7 +15,7 @@ from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.runs.changes import flattened
 from ddpforge.runs.folder import RunFolder, Status
-from ddpforge.runs.metrics import Row, latest_rows, read_metrics
+from ddpforge.runs.metrics import Row, latest_rows, read_evaluations, read_metrics
 
 __all__ = [
     "STATES",
@@ -138,14 +138,15 @@ def _standing(folder: RunFolder) -> RunSummary:
     status, rows = folder.status(), latest_rows(folder.path)
     state = _state(status, folder.is_claimed())
     known: Metrics = status["metrics"] if status else {}
-    newest = {name: value for row in rows for name, value in row.items() if name not in _FACTS}
+    by_step = sorted([*rows, *read_evaluations(folder.path).values()], key=lambda row: int(row["step"]))
+    newest = {name: value for row in by_step for name, value in row.items() if name not in _FACTS}
     return RunSummary(
         folder=folder,
         state=state,
         step=max(status["step"] if status else 0, rows[-1]["step"] if rows else 0),
         total_steps=status.get("total_steps") if status else None,
         attempt=folder.attempts(),
-        metrics={**known, **newest} if state in ("running", "killed") else known,
+        metrics={**known, **newest} if state in ("running", "killed") else {**newest, **known},
         rate=_rate(rows) if state == "running" else None,
         changed=_changed(folder),
         recipe=flattened(folder.tables()),

@@ -233,6 +233,12 @@ class WholeReplica(TorchReplica):
         """Passes `options` to TorchReplica."""
         super().__init__(strategy, bare, optimizer, FullWeights(bare, strategy.world.global_ranks), **options)
 
+    def compile_loss(self, loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor] | None:
+        """Compiles the loss with the whole model; but not inside a wrapper, which divides the graph."""
+        if self.train.compile == "off" or self.train.compile_blocks or self.module is not self.unwrapped:
+            return None
+        return torch.compile(loss, mode=self.train.compile)
+
     def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns the whole state, which every rank holds."""
         state = named_state.capture(self.unwrapped, self.optimizer)

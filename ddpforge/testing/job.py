@@ -33,10 +33,10 @@ from ddpforge.api import (
     build_dataset,
     check,
     choose,
+    committed,
     digest,
     leave,
 )
-from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.data.pytree import close
 from ddpforge.errors import CheckpointError
@@ -132,7 +132,7 @@ def callback(site: Site) -> dict[str, Any]:
     except _Disagreement as problem:
         return {"disagreement": str(problem)}
     last = trainer.progress.step
-    found, _ = retention.committed(site.folder / "first")
+    found, _ = committed(site.folder / "first")
     middle = max((manifest.step, path) for path, manifest in found if manifest.step < last)[1]
     try:
         resumed, again = _watched(site, "second", CheckpointReader(middle))

@@ -12,19 +12,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from ddpforge.launchers.torchrun import NO_GPUS
 
-__all__ = ["preload", "run_ddpforge", "run_ranks"]
+if TYPE_CHECKING:
+    from ddpforge.tools.parity.runs import StartRanks
+
+__all__ = ["fork_ranks", "preload", "run_ddpforge", "run_ranks", "starter"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
@@ -55,6 +60,34 @@ def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80
     number of the signal.
     """
     return run_ranks("ddpforge", *arguments, cwd=cwd, ranks=ranks, timeout=timeout)
+
+
+def fork_ranks(arguments: Sequence[str], ranks: int, output: Path, timeout: float = 600.0) -> int:
+    """Runs `ddpforge run ARGUMENTS` on `ranks` ranks on the CPU; writes their output to a file, and returns the code.
+
+    After `timeout` seconds the ranks are killed, and the last line of the output is an error.
+    """
+    began = time.monotonic()
+    done = run_ddpforge("run", *arguments, cwd=Path.cwd(), ranks=ranks, timeout=timeout)
+    late = done.returncode and time.monotonic() - began > timeout
+    end = f"error: the ranks were killed, because they did not end within {timeout:g} seconds\n" if late else ""
+    output.write_text(done.stdout + done.stderr + end, encoding="utf-8")
+    return done.returncode
+
+
+def starter(ranks: int, device: str, python: str | None = None) -> "StartRanks":
+    """Returns the function that starts ranks of runs to compare: on GPUs, if there is one for each of `ranks` ranks.
+
+    Otherwise they are forked, on the CPU. `python` is another interpreter, which torchrun starts on the same devices.
+    """
+    # torch is imported here: the process that forks ranks imports it with the garbage collector paused.
+    from ddpforge.api import accelerators
+    from ddpforge.tools.parity.runs import torchrun
+
+    uses_gpus = device != "cpu" and accelerators() >= ranks
+    if uses_gpus or python:
+        return partial(torchrun, {} if uses_gpus else NO_GPUS, python=python)
+    return fork_ranks
 
 
 def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: float = math.inf) -> CompletedProcess[str]:

@@ -90,7 +90,7 @@ def assemble(
     callbacks = {**_callbacks_of(parts, features), **parts.callbacks}
     shows = MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
     parts.task.log_media = shows  # type: ignore[method-assign]
-    _start(parts, world, replica, shows, folder, life)
+    _start(run, callbacks, shows, folder, life)
 
     return connect(
         run,
@@ -125,7 +125,8 @@ def connect(
     """
     parts, world, replica = run.parts, run.world, run.replica
     shows = shows or MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
-    cadences = Cadences(parts.recipe, parts.plan, evaluates=bool(parts.evaluation))
+    evaluates = bool(parts.evaluation) and parts.recipe.train.eval_by == "run"
+    cadences = Cadences(parts.recipe, parts.plan, evaluates=evaluates)
     consensus = Consensus(world.global_ranks, StopRequests(), cadences.keys, limits)
     calls = CallbackCalls(callbacks, replica, world.global_ranks)
     evaluator = _evaluator(parts, world, replica, features, callbacks, PeriodicCheck(consensus.poll))
@@ -160,16 +161,18 @@ def assemble_evaluator(
             groups = local_groups(parameter_groups(model, ()))
         # A strategy prepares a model together with an optimizer: this SGD has no state.
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
-        features = features_of(Assembled(parts=parts, world=world, replica=replica, begins=False, trains=False))
+        run = Assembled(parts=parts, world=world, replica=replica, begins=False, trains=False)
+        features = features_of(run)
         beside = _callbacks_of(parts, features)
-        _start(parts, world, replica, MediaLogger(Tracker(), is_rank_zero=world.is_rank_zero), folder, life)
+        callbacks = {**beside, **parts.callbacks}
+        _start(run, callbacks, MediaLogger(Tracker(), is_rank_zero=world.is_rank_zero), folder, life)
         if omits_weights(checkpoint.metadata.loop) and (source := parts.recipe.checkpoint.init_from):
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_ignore)
         restore_weights(replica, checkpoint, features)
-        restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
+        restore_callbacks(parts.recipe, callbacks, checkpoint, world)
         if weights is not None:
             restore_kept(replica, checkpoint, weights)
-        yield _evaluator(parts, world, replica, features, {**beside, **(parts.callbacks if weights is None else {})})
+        yield _evaluator(parts, world, replica, features, callbacks if weights is None else beside)
         replica.close()
 
 
@@ -216,10 +219,13 @@ def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[s
     load_initial(source, state.model, state.aliases, take, world.global_ranks, skip=skip)
 
 
-def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, folder: Path, life: ExitStack) -> None:
-    run = RunContext(
+def _start(
+    run: Assembled, callbacks: Mapping[str, Callback], shows: MediaLogger, folder: Path, life: ExitStack
+) -> None:
+    parts, replica = run.parts, run.replica
+    context = RunContext(
         model=replica.unwrapped,
-        world=world,
+        world=run.world,
         weights=replica.weights,
         folder=folder,
         forward=replica.forward,
@@ -227,11 +233,10 @@ def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, fol
         gradients=replica.gradients_by_name,
     )
     with replica.weights.whole_guard():
-        parts.task.start(replica.unwrapped, world)
+        parts.task.start(replica.unwrapped, run.world)
     compile_losses(parts.task, parts.recipe.train)
-    own = [parts.task.callback] if parts.task.callback else []
-    for callback in (*own, *parts.callbacks.values()):
-        callback.on_start(run)
+    for callback in callbacks.values():
+        callback.on_start(context)
         life.push(cleanup(callback.on_end))
 
 

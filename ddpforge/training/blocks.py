@@ -30,7 +30,7 @@ def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
 
 def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
     """Raises ValueError if the recipe has settings for blocks, but there are no blocks."""
-    for key in ("activation_checkpointing", "compile_blocks"):
+    for key in ("activation_checkpointing", "activation_offload", "compile_blocks"):
         if getattr(train, key) and not blocks:
             raise ValueError(f"train.{key} needs repeated blocks, and the model has none; name classes in train.blocks")
 

@@ -40,6 +40,7 @@ _CALLBACKS = -1  # in the seed of callbacks, in place of a batch number
 _Result = tuple[MicroBatch, Any, tuple[Tensor, Any] | None]
 """A micro-batch, this rank's part of it, and its loss and outputs; None if another rank has the outputs."""
 _COUNTED = "?counted"  # key of the items of a set on a rank
+_WITHOUT = "?without"  # key of zeros for batches without a loss, which count
 
 
 def metric_prefix(name: str) -> str:
@@ -149,10 +150,8 @@ class Evaluator:
         counted: Any = 0.0
         for update in self._updates:
             found = self.quantities(micro_batches(), update)
-            if "loss" in found:
-                counted = counted + cast(Total, found["loss"]).count
-                if not self._task.evaluation_loss:
-                    del found["loss"]  # a total of zeros, only for its count
+            counted = sum((cast(Total, found[one]).count for one in ("loss", _WITHOUT) if one in found), counted)
+            found.pop(_WITHOUT, None)
             quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
         counted = torch.tensor(counted) if isinstance(counted, float | int) else counted
         return {**quantities, _COUNTED: Total(counted, 1)}
@@ -218,10 +217,7 @@ class Evaluator:
             yield micro
 
     def quantities(self, micro_batches: Iterable[MicroBatch], update: str = "") -> dict[str, Total | SampleColumns]:
-        """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count.
-
-        The losses are 0 if the task has none in evaluations.
-        """
+        """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count."""
         task = self._updates[update]
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
@@ -234,14 +230,15 @@ class Evaluator:
                 raise
             # Measured within the forward pass of the replica, which refuses reads of sharded weights.
             measured = measure(task, outputs, one.batch) if one.needs_outputs else {}
-            return (loss if self._task.evaluation_loss else torch.zeros(())), measured
+            has_loss = loss is not None and self._task.evaluation_loss and one.needs_outputs
+            return (loss, ("loss", measured)) if has_loss else (torch.zeros(()), (_WITHOUT, measured))
 
         found: dict[str, Total | SampleColumns] = {}
         results = self.results(self._whole(micro_batches), compute)
         for micro, _, result in results if self._has_begun else self._begun(results):
             if result is not None:  # otherwise another rank has the loss, and counts it
-                loss, measured = result
-                add(found, {"loss": loss_total(loss, items_of(self._task, micro)), **measured})
+                loss, (name, measured) = result
+                add(found, {name: loss_total(loss, items_of(self._task, micro)), **measured})
         return found
 
     def _begun(self, results: Iterator[_Result]) -> Iterator[_Result]:

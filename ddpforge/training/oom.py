@@ -55,6 +55,8 @@ def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
         yield f"if memory was full in an evaluation, set train.eval_batch = {train.eval_batch // 2}"
     if train.activation_checkpointing is not True:
         yield "set train.activation_checkpointing = true: the same results, about a third more time"
+    if train.compile == "off" and not train.activation_offload:
+        yield "on a GPU, set train.activation_offload = true: activations wait in host memory"
     if strategy.use not in ("fsdp", "pipeline", "deepspeed"):
         yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'
     if strategy.use == "fsdp" and not strategy.options.get("cpu_offload"):

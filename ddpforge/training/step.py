@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpforge.components.local_code import component_name
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, says_memory_is_full
 from ddpforge.interfaces import Pass, Replica, SampleColumns, Task, Total, World
 from ddpforge.ranks import heartbeat
 from ddpforge.training.buffers import unchanged
@@ -70,12 +70,13 @@ class Stepper:
             first_checks: functions that are called once, with the very first micro-batch.
             saving: copies weights for a checkpoint; an update waits for it.
         """
-        self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
+        self._world, self._replica = world, replica
         self._stateful = replica.unwrapped if stateful is None else stateful
         self._update = update
         self._before_pass, self._after_passes, self._pass_totals = (
             methods_of(features, method) for method in ("before_pass", "after_passes", "pass_totals")
         )
+        self._task = CheckedTask(task, "training", None if self._pass_totals else _compiled_loss(task, replica))
         self._seed, self._first_checks, self._saving = seed, list(first_checks), saving
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
@@ -200,6 +201,29 @@ class Stepper:
         """Returns the number of updates without an item on any rank since the last call (0-d, on the device)."""
         empty, self._empty = self._empty, 0.0
         return empty
+
+
+def _compiled_loss(task: Task, replica: Replica) -> Callable[[nn.Module, Any], tuple[Tensor, None]] | None:
+    """Returns the task's loss in one graph with the model, without outputs; None if they are used, or not compiled.
+
+    A graph that does not return the logits can write their gradient into their memory.
+    """
+    if not task.compiles or getattr(task.metrics, "__func__", None) is not Task.metrics:
+        return None
+    compiled = replica.compile_loss(lambda module, batch: task.loss(module, batch)[0])
+    if compiled is None:
+        return None
+
+    def loss(module: nn.Module, batch: Any) -> tuple[Tensor, None]:
+        try:
+            return compiled(module, batch), None
+        except (IndexError, RuntimeError, ValueError) as error:
+            if not says_memory_is_full(error):
+                with torch.compiler.set_stance("force_eager"):
+                    task.loss(module, batch)  # its own error names the values that do not fit
+            raise
+
+    return loss
 
 
 def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | SampleColumns]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -32,25 +33,29 @@ __all__ = [
     "naming_dataset",
 ]
 
+_Loss = Callable[[nn.Module, Any], tuple[Any, Any]]
+
 
 class CheckedTask:
     """Task with checks of `loss` and `metrics` at their first call, for training or for evaluation.
 
-    After the first call, both are the task's own methods, so the checks cost later steps nothing.
+    After the first call, both are the task's own methods, so the checks cost later steps nothing. `loss` is another
+    function in place of the task's `loss`.
     """
 
-    def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
-        self.task, self._use = task, use
-        self.loss: Callable[[nn.Module, Any], tuple[Any, Any]] = self._first_loss
+    def __init__(self, task: Task, use: Literal["training", "evaluation"], loss: _Loss | None = None) -> None:
+        self.task, self._use, self._replacement = task, use, loss
+        self.loss: _Loss = self._first_loss
         self.metrics: Callable[[Any, Any], Mapping[str, Total | SampleColumns]] = self._first_metrics
 
     def _first_loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        loss_of = self._replacement or self.task.loss
         try:
-            returned = self.task.loss(model, batch)
+            returned = loss_of(model, batch)
         except Exception as error:
             explain(error, self.task, batch, self._use)
             raise
-        self.loss = self.task.loss
+        self.loss = loss_of
         loss, outputs = checked_loss(self.task, returned, gradients=self._use == "training")
         if self._use == "training":
             _warn_probabilities(self.task, outputs)
@@ -76,9 +81,9 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
         return
     form = described(batch).removeprefix("a list ").removeprefix("a tuple ")
     error.add_note(f"in the first forward pass of {use} ({component_name(task)}.loss), with the batch {form}")
-    if isinstance(error, TypeError) and "forward() missing" in str(error):
+    if isinstance(error, TypeError) and re.search(r"forward\(\) (missing|takes)", str(error)):
         error.add_note(
-            "the task passes only the inputs to the model: give the other parameters of `forward` defaults, or write a "
+            "the task passes the inputs as one argument: give the other parameters of `forward` defaults, or write a "
             "task that passes them (ddpforge plugins new task NAME)"
         )
     if use == "evaluation" and isinstance(error, RuntimeError) and "does not require grad" in str(error):
@@ -123,7 +128,7 @@ def _warn_probabilities(task: Task, outputs: Any) -> None:
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Any, Any]:
     """Returns a task's loss and outputs; raises UsageError if their form is wrong.
 
-    The loss is None in evaluations of a task with `evaluation_loss = False`.
+    The loss may be None in evaluations, if the task does not have `evaluation_loss = True`.
     """
     where = f"{component_name(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
@@ -131,7 +136,7 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
         raise UsageError(f"{where} returns {described(returned)}, not a pair (loss, outputs)", hints=[pair])
     loss, outputs = returned
     if loss is None and not gradients:
-        if not task.evaluation_loss:
+        if task.evaluation_loss is not True:
             return None, outputs
         pair = "if an evaluation has no loss, set evaluation_loss = False in the task"
     if not isinstance(loss, Tensor):

@@ -54,6 +54,20 @@ class TrackerGroup(Tracker):
         """Passes the rollback on."""
         self._each(lambda tracker: tracker.rewind(step))
 
+    def join(self, folder: Path) -> bool:
+        """Joins with each tracker that can; logs the others."""
+        for key, tracker in self._trackers.items():
+            with self._guard(key, tracker):
+                if tracker.join(folder):
+                    self._started[key] = tracker
+                else:
+                    logger.info("track.%s does not receive these evaluations: one process alone can log to it", key)
+        return bool(self._started)
+
+    def leave(self) -> None:
+        """Leaves each tracker that was joined."""
+        self._each(lambda tracker: tracker.leave())
+
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Finishes each tracker that still runs."""
         self._each(lambda tracker: tracker.finish(state=state, summary=summary))

@@ -4,8 +4,10 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,7 +410,11 @@ def test_weights_that_are_not_finite_are_named() -> None:
         (lambda: ddpforge.load("~/runs/a"), "there is no run", "${env:HOME}/runs/a"),
         (lambda: ddpforge.predict("a", [1]), "out is a list, not the path", "model()(inputs)"),  # type: ignore[arg-type]
         (lambda: ddpforge.run('name = "x"'), "this is the text of a recipe", "tomllib.loads"),
-        (lambda: ddpforge.run({"task": {"metrics": [len]}}), "which a recipe cannot hold", "name each metric"),
+        (
+            lambda: ddpforge.run({"task": {"metrics": [len]}}),
+            "which a recipe cannot hold",
+            "derived from ddpforge.interfaces.Metric",
+        ),
         (lambda: ddpforge.run({"optimizer": {"lr": torch.tensor(0.5)}}), "is a Tensor", "a number of Python: 0.5"),
         (lambda: ddpforge.run({"train": {"precision": torch.bfloat16}}), "is a dtype", 'write its name: "bf16"'),
         (lambda: ddpforge.run({"optimizer": torch.optim.SGD}), "is a type", "ddpforge.train(recipe, optimizer=…)"),
@@ -608,3 +614,151 @@ def test_ranks_import_a_given_class_from_its_own_folder(tmp_path: Path, monkeypa
     assert given.references() == ['model.use="some_parts:Net"']
     assert given.import_folders() == [str(there)]
     monkeypatch.delitem(sys.modules, "some_parts")
+
+
+# ---------------------------------------------------------------------------------------------- calls and names
+@pytest.mark.parametrize(
+    ("call", "message", "way"),
+    [
+        (
+            lambda: ddpforge.train(RECIPE, Net(), DATA),  # type: ignore[call-arg]
+            "train() takes only recipe without a name, and was given an object of Net, an object of TensorDataset, too",
+            "ddpforge.train(recipe, model=…, train_data=…)",
+        ),
+        (lambda: ddpforge.train(Net(), RECIPE), "train() takes only recipe", "the recipe comes first"),  # type: ignore[arg-type, call-arg]
+        (lambda: ddpforge.train(model=Net()), "missing a required argument: 'recipe'", "train(recipe, model=…)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.launch(RECIPE, 2), "and was given 2, too", "ddpforge.launch(recipe, nproc=2)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.run(RECIPE, nn.MSELoss()), "run() takes only recipe", "ddpforge.run(recipe, task=…)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.evaluate("a", "best"), "given 'best', too", "ddpforge.evaluate(run, checkpoint='best')"),  # type: ignore[call-arg]
+        (lambda: ddpforge.predict("a"), "missing a required argument: 'out'", "ddpforge.predict(run, out)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.load("a", Net), "an object of type, too", "ddpforge.load(run, model=…)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.load("a", device="cuda"), "no argument `device`", "load(…).model(device=…)"),  # type: ignore[call-arg]
+        (lambda: ddpforge.evaluate("a", split="test"), "no argument `split`", "evaluate(…, only=['NAME'])"),  # type: ignore[call-arg]
+        (lambda: ddpforge.run(RECIPE, epochs=3), "`run` takes only a recipe", "settings are keys of the recipe"),  # type: ignore[call-arg, arg-type]
+    ],
+)
+def test_calls_that_do_not_fit_are_refused_with_the_call_to_write(
+    call: Callable[[], Any], message: str, way: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert message in caught.value.message
+    assert way in "; ".join(caught.value.hints)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("Callback", "from ddpforge.interfaces import Callback"),
+        ("UsageError", "from ddpforge.errors import UsageError"),
+        ("read_metrics", "from ddpforge.api import read_metrics"),
+        ("Trainer", "ddpforge.train(recipe, model=…) trains"),  # there is one in ddpforge.api, for tools
+        ("EarlyStopping", "[callbacks.early_stopping]"),
+        ("register", "needs no registration"),
+        ("DataModule", "ddpforge-lightning"),
+    ],
+)
+def test_imports_of_names_that_are_elsewhere_are_answered_with_their_place(name: str, way: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(f"from ddpforge import {name}", {})
+    assert f"ddpforge has no {name!r}: " in str(caught.value)
+    assert way in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("Trainer", "ddpforge.train(recipe, model=…) trains"),
+        ("RecipeError", "from ddpforge.errors import RecipeError"),
+    ],
+)
+def test_imports_from_the_interfaces_of_names_that_are_elsewhere_are_answered_too(name: str, way: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(f"ddpforge.interfaces has no {name!r}: {way}")):
+        exec(f"from ddpforge.interfaces import {name}", {})
+    assert not hasattr(ddpforge.interfaces, "nowhere")
+
+
+def test_a_name_that_is_nowhere_is_an_attribute_error() -> None:
+    assert not hasattr(ddpforge, "nowhere")
+    assert not hasattr(ddpforge, "__wrapped__")
+
+
+def test_attributes_that_a_result_does_not_have_are_answered_with_the_way_to_them() -> None:
+    outcome = ddpforge.train(RECIPE, model=Net(), train_data=DATA, eval_data=DATA)
+    objects: dict[str, Any] = {"model": Net(), "eval_data": DATA}
+    trained = ddpforge.load(outcome.folder, **objects)
+    found = ddpforge.evaluate(outcome.folder, **objects)
+    for owner, name, way in (
+        (outcome, "model", "ddpforge.load(RUN, …).model()"),
+        (outcome, "metrics", "outcome.status['metrics']"),
+        (outcome, "best_model_path", 'checkpoint="best"'),
+        (trained, "best", 'checkpoint="best"'),
+        (trained, "history", "run.metrics()"),
+        (trained, "state_dict", "run.model()"),
+        (trained, "save", "ddpforge export RUN"),
+        (found, "accuracy", "evaluation.metrics['eval/NAME']"),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            getattr(owner, name)
+        assert str(caught.value).startswith(f"'{type(owner).__name__}' object has no attribute {name!r}: ")
+        assert way in str(caught.value)
+    assert "eval/accuracy" in found.metrics
+    assert "metrics" in outcome.status
+    assert not hasattr(trained, "nothing")
+
+
+def frames(error: BaseException) -> list[str]:
+    """Returns the files of an error's traceback, from the caller to the line that raised."""
+    return [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class Broken(Callback):
+    """Raises KeyError at the second step."""
+
+    def on_step(self, info: StepInfo) -> None:
+        """Raises KeyError."""
+        if info.step == 2:
+            raise KeyError("count")
+
+
+def test_an_error_of_a_callback_has_only_the_frames_of_the_script() -> None:
+    with pytest.raises(KeyError) as caught:
+        ddpforge.train(RECIPE, model=Net(), train_data=DATA, callbacks=[Broken()])
+    here = Path(__file__).name
+    assert frames(caught.value) == [here, here]
+
+
+def test_an_expected_error_has_no_frames_of_ddpforge() -> None:
+    with pytest.raises(RecipeError) as caught:
+        ddpforge.train(RECIPE | {"train.lenght": "2ep"}, model=Net(), train_data=DATA)
+    assert set(frames(caught.value)) == {Path(__file__).name}
+
+
+class Misses(Net):
+    """A model that uses a layer which it does not have."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Raises AttributeError."""
+        return self.head(inputs)  # type: ignore[no-any-return]
+
+
+def test_an_error_in_the_model_of_a_script_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    with pytest.raises(RecipeError) as caught:
+        ddpforge.train(RECIPE, model=Misses(), train_data=DATA, out="unused")
+    assert "AttributeError: 'Misses' object has no attribute 'head'" in caught.value.message
+    assert re.search(r"raised at test_objects\.py:\d+, in Misses\.forward", "\n".join(caught.value.__notes__))
+
+
+class Collated(TensorDataset):
+    """A dataset whose collate function is called without samples."""
+
+    def collate(self) -> None:
+        """Returns nothing."""
+
+
+def test_a_collate_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"Collated\.collate is called with one argument, the samples") as caught:
+        ddpforge.train(RECIPE, model=Net(), train_data=Collated(*DATA.tensors))
+    assert "def collate(self, samples)" in "; ".join(caught.value.__notes__)

@@ -116,8 +116,8 @@ def measured(found: Mapping[str, Any]) -> Any:
 
 
 def of_adapters(model: nn.Module) -> Any:
-    """Returns structure, trained weights and scaling of adapters."""
-    trained = {name: (tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()}
+    """Returns structure, trained weights and scaling of adapters, and which of them are zero."""
+    trained = {name: (tuple(one.shape), one.requires_grad, bool(one.any())) for name, one in model.named_parameters()}
     return str(model), trained, {name: one for name, one in model.named_buffers() if "scaling" in name}
 
 
@@ -289,6 +289,7 @@ CASES: dict[tuple[str, str], tuple[Options, Observe, dict[str, tuple[Any, Any]]]
         {
             **{"r": (2, 4), "alpha": (16, 8), "dropout": (0.0, 0.5), "targets": ("all-linear", ["*.0"])},
             **{"train": ((), ("*bias",)), "dora": (None, True), "rslora": (None, True), "base": (base, wide)},
+            **{"rank_pattern": (None, {"*.0": 3}), "alpha_pattern": (None, {"*.0": 3}), "init": (None, "pissa")},
         },
     ),
     ("model", "mlp"): (
@@ -631,6 +632,11 @@ ELSEWHERE: dict[tuple[str, str], dict[str, str]] = {
     },
     ("optimizer", "adamw"): {"fused": FUSED},
     ("optimizer", "sgd"): {"fused": FUSED},
+    ("callback", "corruption_check"): {
+        "every": "features/test_silent_corruption.py::test_flip_of_a_weight_between_checks_is_found_by_the_next_check",
+        "local_gradients": "features/test_silent_corruption.py::test_replicas_of_fsdp_are_compared",
+        "action": "features/test_silent_corruption.py::test_training_goes_on_if_the_check_only_warns",
+    },
     ("callback", "diffusion_samples"): dict.fromkeys(
         ("shape", "images", "steps"),
         "builtin/tasks/test_diffusion_task.py::test_samples_callback_logs_images_at_every_evaluation",

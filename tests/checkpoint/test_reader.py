@@ -7,6 +7,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -447,7 +448,7 @@ def test_tensors_are_stored_in_the_order_of_reading(folder: Path, reads: list[tu
             value.read()  # type: ignore[union-attr]
     begins = [start for _, start, _ in reads]
     assert begins == sorted(begins)
-    assert sum(size for *_, size in reads[-9:]) == 9 * 100
+    assert sum(size for *_, size in reads[2:]) == 9 * 100  # after the header, each byte once
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", ALONE])
@@ -554,6 +555,6 @@ def test_a_tensor_with_a_missing_chunk_is_refused(folder: Path) -> None:
     """Simulates a bug in the check that chunks cover the whole tensor."""
     reader = CheckpointReader(write(folder, checkpoint_of(7)))
     found: Any = reader.manifest.tensors["model"]
-    found["layer.weight"] = found["layer.weight"].model_copy(update={"chunks": ()})
+    found["layer.weight"] = replace(found["layer.weight"], chunks=())
     with pytest.raises(CheckpointError, match=r"it lists 0 of 15 elements of layer\.weight \(model\)"):
         reader.read("model", "layer.weight")

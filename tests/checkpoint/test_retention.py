@@ -296,3 +296,29 @@ def test_clean_removes_only_garbage(folder: Path) -> None:
     clean(folder)
 
     assert {each.name for each in folder.iterdir()} == {path.name, "latest.json", "notes.tmp"}
+
+
+# --------------------------------------------------------------------------------------------- evaluations by followers
+def test_a_checkpoint_that_waits_for_its_evaluation_is_not_removed(folder: Path) -> None:
+    two, four, six = save(folder, [2, 4, 6])
+    keep = KeepSection(last=1, best=1, monitor="eval/loss")
+    assert prune(folder, keep, evaluated={}) == []
+    assert prune(folder, keep, evaluated={two.name: {"eval/loss": 1.0}}) == []  # the best evaluated one
+    better = {two.name: {"eval/loss": 1.0}, four.name: {"step": 4, "eval/loss": 0.5}}
+    assert prune(folder, keep, evaluated=better) == [two]
+    assert prune(folder, keep, evaluated=better | {six.name: {}}) == []  # without metrics: damaged
+    assert steps(folder) == [4, 6]
+
+
+def test_metrics_of_an_evaluation_by_a_follower_choose_the_best(folder: Path) -> None:
+    two, four = save(folder, [2, 4], loss=[0.1, 0.2])
+    keep = KeepSection(best=1, monitor="eval/loss")
+    found, _ = committed(folder, evaluated={two.name: {"step": 2, "eval/loss": None}})
+    assert [each.path for each in best(found, keep)] == [four]  # null is NaN
+    assert "step" not in found[1].manifest.metrics
+
+
+def test_many_waiting_checkpoints_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(folder, range(1, 11))
+    prune(folder, KeepSection(last=1), evaluated={})
+    assert "10 checkpoints wait for their evaluation, and none of them is removed" in caplog.text

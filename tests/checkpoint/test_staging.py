@@ -10,7 +10,7 @@ import torch
 from checkpoint.worlds import FACTS, checkpoints
 from torch import Tensor
 
-from ddpforge.checkpoint import staging, state, writer
+from ddpforge.checkpoint import staging, writer
 from ddpforge.checkpoint.staging import Staging
 from ddpforge.checkpoint.state import RankState, flatten
 from ddpforge.interfaces import CanonicalState
@@ -101,7 +101,7 @@ def test_weights_and_optimizer_state_are_copied_during_the_next_passes_and_the_r
     ]
     for section, found in held.items():
         for name, parts in found.items():
-            for part, copy in zip(parts, copied[section][name], strict=True):
+            for part, copy in zip(parts, copied()[section][name], strict=True):
                 assert torch.equal(part.tensor, copy.tensor), name
 
 
@@ -123,7 +123,7 @@ def test_an_update_waits_for_the_thread_that_copies_weights_on_the_host(monkeypa
     names["weight"].fill_(99.0)
     names["momentum"].fill_(99.0)
     copies.wait()
-    found = {part.tensor[0].item() for section in copied.values() for parts in section.values() for part in parts}
+    found = {part.tensor[0].item() for section in copied().values() for parts in section.values() for part in parts}
     assert found == {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
@@ -223,7 +223,6 @@ def test_0d_tensors_on_a_device_are_copied_to_the_host_once_per_dtype(monkeypatc
         stacked.append(len(tensors))
         return real(tensors)
 
-    monkeypatch.setattr(state, "_is_away", lambda tensor: True)
     monkeypatch.setattr(torch, "stack", stack)
     steps = {f"w{n}": {"step": torch.tensor(float(n)), "seen": torch.tensor(n), "m": torch.ones(2)} for n in range(9)}
     found = flatten(RankState(model={}, optimizer=steps), rank=0, ranks=1).optimizer

@@ -350,7 +350,7 @@ def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypat
         return tensor
 
     monkeypatch.setattr(CheckpointReader, "read", watch)
-    model = {f"layer {i}": torch.randn(100) for i in range(20)}
+    model = {f"layer {i}": torch.randn(5000) for i in range(20)}  # smaller ones are joined
 
     saved(folder, [RankState(model=model)] * 2, full=True)
 

@@ -109,7 +109,7 @@ def test_launch_passes_the_profiled_steps_to_the_ranks(launcher: Launcher) -> No
     invoke("digits", "--profile", "20..25,all")
     ((command, _),) = launcher.started
     assert command[-1] == "--profile=20..25,all"
-    assert "names no steps" in invoke("digits", "--profile", "25..20").stderr
+    assert "the window of the profile, 25..20, has no steps" in invoke("digits", "--profile", "25..20").stderr
     assert len(launcher.started) == 1
 
 
@@ -222,7 +222,7 @@ def test_an_endpoint_with_a_port_in_use_is_refused_before_ranks_start(launcher: 
             ["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a", "-n", "1", "--fresh"],
             "would start from scratch",
         ),
-        (["--max-time", "5ep"], "--max-time 5ep is not a time with a unit"),
+        (["--max-time", "5ep"], "the maximum time 5ep is not a time with a unit"),
     ],
 )
 def test_invalid_options_for_several_nodes_are_refused(

@@ -14,6 +14,7 @@ from support import SUPPORT
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
 from ddpforge.guard.comparison import TOLERANCES, Point, Quantity
+from ddpforge.guard.rounding import Excess
 from ddpforge.tools.parity.runs import ParityReport, RunFailed, Verdict
 from ddpforge.tools.parity.specs import Spec
 
@@ -93,6 +94,17 @@ def test_equal_runs_exit_with_0(comparison: Comparison) -> None:
         "weights 1e-03 (relative to their change in training).\n"
     )
     assert result.stderr == "ddp: training\n"
+
+
+def test_measured_tolerances_and_the_worst_parameters_are_shown(comparison: Comparison) -> None:
+    worst = (Excess("router.weight", 0.5, 0.02, 0.5), Excess("head.bias", 0.3, 0.02, None))
+    wrong = report(Quantity("gradients", 0.02, (Point(1, 0.5, allowed=0.02),), "router.weight", worst))
+    measured = (Quantity("train/loss", 3e-3, (Point(1, 0.0),)), Quantity("weights", 2e-2, (Point(2, 0.0),)))
+    comparison.answer = replace(wrong, measured=measured)
+    result = invoke("tiny.toml", "--strategies", "single@1,ddp,./mine.py:Mine:3")
+    assert "drifts: gradients at step 1 by 5.0e-01, mostly in router.weight" in result.stdout
+    assert "Measured rounding explains loss 3e-03, gradient norm 1e-04, weights 2e-02" in result.stdout
+    assert "./mine.py:Mine:3, gradients at step 1: router.weight × 0.5, head.bias by 3.0e-01\n" in result.stdout
 
 
 def test_a_table_without_gradient_norms_gives_the_reason(comparison: Comparison) -> None:
@@ -178,10 +190,10 @@ def test_json_holds_every_value_and_no_nan(comparison: Comparison) -> None:
     assert [run["same"] for run in told["runs"]] == [True, True, False]
     mine = told["runs"][2]
     assert (mine["use"], mine["options"], mine["ranks"], mine["run"]) == ("./mine.py:Mine", ["a=3"], 2, "3-mine")
-    bad = {"step": 2, "difference": None, "value": None, "reference": 1.0}
+    bad = {"step": 2, "difference": None, "value": None, "reference": 1.0, "allowed": None}
     assert mine["drift"] == {"quantity": "train/loss", **bad}
     assert mine["quantities"]["train/loss"]["points"] == [
-        {"step": 1, "difference": 0.0, "value": 2.0, "reference": 2.0},
+        {"step": 1, "difference": 0.0, "value": 2.0, "reference": 2.0, "allowed": None},
         bad,
     ]
 

@@ -339,7 +339,9 @@ def test_a_run_folder_has_the_expected_files(ddpforge: Callable[..., Ranks]) -> 
         *("logs", "checkpoints"),
     }
     assert Path("runs/tiny/recipe.toml").read_text() == RECIPE
-    assert {path.name for path in Path("runs/tiny/logs").iterdir()} == {"rank-0.log", "rank-1.log", "lock"}
+    assert {path.name for path in Path("runs/tiny/logs").iterdir()} == {
+        *("rank-0.log", "rank-1.log", "time-rank-0.jsonl", "time-rank-1.jsonl", "lock")
+    }
     assert status() == {
         **status(),
         **{"state": "done", "exit_code": 0, "step": 2, "samples": 16, "world_size": 2, "strategy": "ddp"},

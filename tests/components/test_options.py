@@ -672,3 +672,40 @@ def test_equal_value_of_another_type_is_rejected(key: str, value: object) -> Non
     assert dict(model.model_validate_json('{"stage": 2, "level": 2, "mixed": "auto"}'))["stage"] == 2
     with pytest.raises(ValidationError):
         model.model_validate_json(json.dumps({key: value}))
+
+
+# ------------------------------------------------------------------------------------------------- functions
+def takes_functions(
+    *,
+    rewards: Sequence[Annotated[Callable[..., Any], Field(description="Functions.")]] = (),
+    update: Annotated[Callable[..., Any], Field(description="A function.")] | None = None,
+) -> dict[str, Any]:
+    return {"rewards": rewards, "update": update}
+
+
+def test_an_option_is_a_function_of_a_file_or_a_package(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def twice(x):\n    return 2 * x\n")
+    registry = Registry([], objects={("task", "<object> it"): takes_functions})
+    model = options_model(takes_functions, frozenset(), registry, tmp_path)
+    found = model.model_validate_json(json.dumps({"rewards": ["./mine.py:twice", "math:sqrt"], "update": None}))
+    assert found.model_dump(mode="json")["rewards"] == ["./mine.py:twice", "math:sqrt"]
+    built = registry.build("task", Component(use="<object> it", options=dict(found), base=tmp_path))
+    assert [one(9.0) for one in built["rewards"]] == [18.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("./mine.py:twise", "did you mean|cannot be found"),
+        ("./none.py:f", "none.py"),
+        ("twice", "twice"),
+        (3, "the place of a function"),
+        ({"use": "math:sqrt"}, "the place of a function"),
+        ("./mine.py:NUMBER", "cannot be called"),
+    ],
+)
+def test_another_value_than_a_function_is_refused(tmp_path: Path, value: object, said: str) -> None:
+    (tmp_path / "mine.py").write_text("NUMBER = 1\n\ndef twice(x):\n    return 2 * x\n")
+    model = options_model(takes_functions, frozenset(), Registry([]), tmp_path)
+    with pytest.raises(ValidationError, match=said):
+        model.model_validate_json(json.dumps({"rewards": [value]}))

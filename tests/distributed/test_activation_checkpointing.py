@@ -1,4 +1,4 @@
-"""Activation checkpointing keeps every number of blocks that change their buffers, under any strategy."""
+"""Activation checkpointing and offload keep every number of blocks that change their buffers, under any strategy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +82,17 @@ def test_activation_checkpointing_of_attention_with_in_place_changes_keeps_the_l
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, nproc: int
 ) -> None:
     bench = Bench(tmp_path, ddpforge)
-    copy(SUPPORT / "odd_models.py", tmp_path)
-    kinds = {"kept": "false", "recomputed": "true", "selective": '"selective"'}
-    for name, kind in kinds.items():
-        more = f"activation_checkpointing = {kind}"
+    odd = (SUPPORT / "odd_models.py").read_text()
+    everything = "from ddpforge.features import activation_offload\nactivation_offload.SMALLEST = 1\n"
+    (tmp_path / "odd_models.py").write_text(odd + everything)
+    kinds = {
+        "kept": "activation_checkpointing = false",
+        "recomputed": "activation_checkpointing = true",
+        "selective": 'activation_checkpointing = "selective"',
+        "recomputed-offloaded": "activation_checkpointing = true\nactivation_offload = true",
+        "offloaded": "activation_offload = true",
+    }
+    for name, more in kinds.items():
         bench(name, strategy, nproc=nproc, parts=ATTENDING, length="6st", train=more)
     for name in kinds:
         for key in ("train/loss", "train/grad_norm", "eval/loss"):

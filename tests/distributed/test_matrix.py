@@ -61,7 +61,8 @@ def test_every_strategy_has_the_same_curve(compare: Callable[..., ParityReport],
     """Covers traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps equal those of DDP to 1e-5."""
     report = compare(kind, IN_MAKE_TEST if kind == "gpt" else STRATEGIES)
     check(report)
-    assert report.tolerances.loss == 1e-5
+    losses = [one for verdict in report.verdicts for one in verdict.quantities if one.name == "train/loss"]
+    assert max(one.largest.difference for one in losses) < 1e-5
 
     rows = map(json.loads, (Path("out") / report.verdicts[0].name / "metrics.jsonl").read_text().splitlines())
     assert sum(row.get("train/grad_norm", 0) > 0.5 for row in rows) > 10  # the clipping is active
@@ -69,5 +70,5 @@ def test_every_strategy_has_the_same_curve(compare: Callable[..., ParityReport],
 
 @pytest.mark.full
 def test_every_strategy_has_the_same_curve_in_bf16(compare: Callable[..., ParityReport]) -> None:
-    """Covers trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
+    """Covers trap 26: the tolerance is the measured rounding of bf16."""
     check(compare("gpt", STRATEGIES, 'precision = "bf16"'))

@@ -38,7 +38,7 @@ def test_a_profile_window_is_one_step_or_a_range(text: str, window: StepWindow) 
 
 @pytest.mark.parametrize("text", ["", "0..3", "5..4", "5-9", "5..", "a..b", "5..9,some"])
 def test_invalid_profile_windows_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="names no steps"):
+    with pytest.raises(UsageError, match=r"the window of the profile, .*, has no steps"):
         StepWindow.parse(text)
 
 
@@ -112,4 +112,4 @@ def test_a_run_writes_its_profile_into_the_run_folder(ddpforge: Callable[..., Ra
 
     late = ddpforge("run", "tiny.toml", "--fresh", "--profile", "7..9", fails=True)
     assert late.codes == [2]
-    assert "--profile begins at step 7, but the run ends at step 6" in late.stderr
+    assert "the window of the profile begins at step 7, but the run ends at step 6" in late.stderr

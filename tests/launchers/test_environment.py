@@ -11,9 +11,9 @@ from ddpforge.launchers.environment import LauncherEnvironment, nodes_asked_for,
 from ddpforge.launchers.exit_record import ExitRecords
 
 
-def test_launcher_slurm_and_watchdog_are_environments_like_those_of_plugins() -> None:
+def test_launcher_slurm_watchdog_and_the_record_of_time_are_environments_like_those_of_plugins() -> None:
     assert [one.__name__ for one in hooks("environment")] == [
-        *("LauncherEnvironment", "SlurmEnvironment", "WatchdogEnvironment")
+        *("LauncherEnvironment", "SlurmEnvironment", "TimeEnvironment", "WatchdogEnvironment")
     ]
 
 

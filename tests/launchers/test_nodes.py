@@ -81,7 +81,7 @@ def test_worlds_lists_all_possible_world_sizes() -> None:
         ("0", None, "a", "--nnodes 0 is not a number of nodes"),
         ("3:2", None, "a", "--nnodes 3:2 is not a number"),
         ("two", None, "a", "--nnodes two is not a number"),
-        ("2", 2, "a", "--node-rank 2: there are 2 nodes"),
+        ("2", 2, "a", "--node-rank 2: --nnodes is 2"),
         ("2", 0, None, "2 nodes need an endpoint"),
         ("2", 0, "a:http", "--rdzv-endpoint a:http is not an address"),
         ("2", 0, "a:70000", "--rdzv-endpoint a:70000 is not an address"),

@@ -314,8 +314,8 @@ FAULTS = (
     Fault(
         "the host waits while a checkpoint is staged",
         "checkpoint/staging.py",
-        "non_blocking=device_kind(source.device).has_streams",
-        "non_blocking=False",
+        "copy_(first, non_blocking=kind.has_streams)",
+        "copy_(first, non_blocking=False)",
         (_STAGED,),
     ),
     Fault(

@@ -43,6 +43,12 @@ def test_errors_of_unreachable_peers_are_symptoms(error: BaseException, expected
     assert is_symptom(error) is expected
 
 
+def test_causes_in_a_circle_end() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_symptom(first)
+
+
 def test_phrase_of_an_error_without_message_is_its_type() -> None:
     assert phrase(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert phrase(ValueError("no")) == "ValueError: no"

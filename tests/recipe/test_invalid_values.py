@@ -1,12 +1,15 @@
 """Invalid values are refused before training, and the error names the key."""
 
+import re
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpforge.errors import RecipeError
-from ddpforge.recipe import LoadedRecipe
+from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.recipe.layers import Layers
 from ddpforge.recipe.toml import Source
 
@@ -72,10 +75,34 @@ def test_the_error_of_an_invalid_value_has_its_key(load: Load, key: str, sets: l
     assert problem.place.file == "--set"
 
 
-@pytest.mark.parametrize("key", ["eval_batch = 32", 'eval_every = "1ep"'])
+@pytest.mark.parametrize("key", ["eval_batch = 32", 'eval_every = "1ep"', 'eval_by = "follower"'])
 def test_evaluation_settings_need_an_evaluation_set(load: Load, valid: str, key: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "") + key
     with pytest.raises(RecipeError, match=r"has no effect without a section \[data\.eval\]"):
+        load(text)
+
+
+def test_a_run_that_does_not_evaluate_has_no_cadence_of_evaluations(load: Load, valid: str) -> None:
+    recipe = load(valid + 'eval_by = "follower"').recipe
+    assert recipe.train.eval_by == "follower"
+    with pytest.raises(RecipeError, match=r"`train.eval_every` has no effect with `train.eval_by = \"follower\"`"):
+        load(valid + 'eval_by = "follower"\neval_every = "1ep"')
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('compile = "default"', "`train.activation_offload` copies tensors between blocks"),
+        ('compile = "reduce-overhead"\ncompile_blocks = true', "`train.activation_offload` copies tensors between"),
+        (
+            'compile = "default"\ncompile_blocks = true\nactivation_checkpointing = "selective"',
+            'compiled blocks cannot be recomputed by `"selective"`',
+        ),
+    ],
+)
+def test_activation_offload_needs_blocks_that_python_calls(load: Load, valid: str, more: str, said: str) -> None:
+    text = f"{valid}activation_offload = true\n{more}"
+    with pytest.raises(RecipeError, match=re.escape(said)):
         load(text)
 
 
@@ -99,3 +126,38 @@ def test_an_error_inside_an_inline_table_or_an_array_is_at_its_value() -> None:
         found = origin.place()
         assert found is not None
         assert (found.line, found.column) == place, path
+
+
+DIGITS = {"use": "digits", "split": "train"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hint"),
+    [
+        (
+            {"data": {"train": {"use": "csv", "path": "a.csv", "target": "y", "delimiter": ";;"}}},
+            'delimiter: Character between columns, e.g. ";" or "\\t".',
+        ),
+        ({"data": {"train": {"use": "part", "of": DIGITS, "share": 0.9}}}, 'Share of the samples, e.g. "90%".'),
+        ({"data": DIGITS}, "the keys of a dataset are in [data.train], or in [data.eval] for evaluations"),
+    ],
+)
+def test_a_value_that_cannot_be_mended_by_quotes_is_answered_with_the_meaning_of_its_key(
+    recipe: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe)
+    hints = [one for problem in caught.value.problems for one in problem.hints]
+    assert any(hint in one for one in hints)
+    assert not any("add quotes" in one for one in hints)
+
+
+def test_a_function_as_a_metric_is_answered_with_the_form_of_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "met.py").write_text("def score(outputs, targets):\n    return 1\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe({"task": {"use": "classification", "metrics": ["./met.py:score"]}})
+    found = [problem for problem in caught.value.problems if "missing key `outputs`" in problem.message]
+    assert "a metric is a class" in found[0].hints[0]

@@ -62,6 +62,7 @@ def test_batch_is_that_of_all_devices(tmp_path: Path) -> None:
         ({"fp16": True}, "train.precision", "fp16"),
         ({"gradient_checkpointing": True}, "train.activation_checkpointing", "True"),
         ({"activation_checkpointing": True}, "train.activation_checkpointing", "True"),
+        ({"activation_offloading": True}, "train.activation_offload", "True"),
         ({"torch_compile": True}, "train.compile", "default"),
         ({"max_grad_norm": 0.0}, "train.clip_norm", "None"),
         ({"eval_strategy": "steps", "eval_steps": 20}, "train.eval_every", "20st"),

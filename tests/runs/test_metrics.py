@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpforge.errors import SetupError
-from ddpforge.runs.metrics import JSONLTracker, read_metrics
+from ddpforge.runs.metrics import JSONLTracker, evaluation_file, line_of, read_evaluations, read_metrics
 
 
 def started(folder: Path, resumed_at: int | None = None) -> JSONLTracker:
@@ -320,3 +320,43 @@ def test_each_step_occurs_once_in_its_newest_version(
             tracker.log(step, {"train/loss": float(number)})
             expected[step] = float(number)
     assert losses(folder) == expected
+
+
+# --------------------------------------------------------------------------------------------- evaluations by followers
+def evaluated(folder: Path, checkpoint: str, step: int, metrics: dict[str, float]) -> None:
+    file = evaluation_file(folder, checkpoint)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(line_of(step, 1, metrics))
+
+
+def test_evaluations_by_followers_join_its_rows_at_their_step(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    for step in (1, 3):
+        tracker.log(step, {"train/loss": 1.0, "samples": 8})
+    evaluated(tmp_path, "step-000000003-aaaa", 3, {"eval/loss": math.nan})
+    evaluated(tmp_path, "step-000000002-bbbb", 2, {"eval/loss": 0.1 + 0.2})
+    evaluated(tmp_path, "step-000000004-cccc", 4, {})  # damaged: no row
+    one, two, three = read_metrics(tmp_path)
+    assert [row["step"] for row in (one, two, three)] == [1, 2, 3]
+    assert two["eval/loss"] == 0.1 + 0.2
+    assert math.isnan(three["eval/loss"])
+    assert three["train/loss"] == 1.0
+    assert three["time"] == lines(tmp_path / "metrics.jsonl")[1]["time"]
+    assert list(read_evaluations(tmp_path)) == ["step-000000002-bbbb", "step-000000003-aaaa", "step-000000004-cccc"]
+
+
+def test_a_rewind_supersedes_later_evaluations_by_followers(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    evaluated(tmp_path, "step-000000002-bbbb", 2, {"eval/loss": 2.0})
+    evaluated(tmp_path, "step-000000004-cccc", 4, {"eval/loss": 4.0})
+    tracker.rewind(2)
+    assert list(read_evaluations(tmp_path)) == ["step-000000002-bbbb"]
+    assert [row["eval/loss"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [4.0]
+
+
+def test_a_damaged_evaluation_by_a_follower_is_named(tmp_path: Path) -> None:
+    started(tmp_path)
+    evaluated(tmp_path, "step-000000002-bbbb", 2, {"eval/loss": 2.0})
+    evaluation_file(tmp_path, "step-000000002-bbbb").write_text("{}\n")
+    with pytest.raises(SetupError, match=r"step-000000002-bbbb.json, line 1 is not a row of metrics"):
+        read_metrics(tmp_path)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils._pytree import tree_map_only
 
+from ddpforge.builtin.optim import sharded_muon
 from ddpforge.builtin.optim.muon import muon
 from ddpforge.builtin.optim.optimizers import adamw, sgd
 from ddpforge.interfaces import Strategy, TensorShard
@@ -85,6 +87,57 @@ def test_muon_and_sgd_have_the_same_results_on_whole_and_sharded_matrices(build:
             torch.testing.assert_close(weight, expected[name].flatten(), rtol=1e-6, atol=1e-7)
     assert set(kept) == set(expected)
     assert {tuple(keys) for keys in kept.values()} == {("momentum_buffer",)}
+
+
+class Stack(nn.Module):
+    """Seven matrices, some with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [3, 24, 24, 24, 24, 6, 2, 1]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square()
+
+
+def steps_of_muon(build: Callable[[], Strategy], make: Callable[..., Any]) -> Callable[[int], Any]:
+    """Returns the weights after three steps, and how many matrices this rank orthogonalized for sharded weights."""
+
+    def parts(parameters: Any) -> CompositeOptimizer:
+        weights = list(parameters)
+        matrices, rest = ([p for p in weights if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+        return CompositeOptimizer({"": SGD(rest, lr=0.1), "matrices": make([{"params": matrices}], lr=0.05)})
+
+    def action(rank: int) -> Any:
+        training = Training(build(), Stack, parts, blocks=lambda model: list(model.layers))
+        with mock.patch.object(sharded_muon, "_orthogonalized", wraps=sharded_muon._orthogonalized) as counted:
+            for step in range(3):
+                training.step(inputs(step))
+        return {name: weight.flatten() for name, weight in whole(training).items()}, counted.call_count
+
+    return action
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}])
+@pytest.mark.parametrize(
+    ("build", "counts"),
+    [(FSDP, [12, 9]), (lambda: FSDP(replicas=2), [6, 6, 6, 3])],  # of seven matrices in each of three steps
+)
+def test_each_matrix_is_orthogonalized_by_one_rank_with_the_bits_of_torch(
+    build: Callable[[], Strategy], counts: list[int], options: dict[str, Any]
+) -> None:
+    ours = {name.removesuffix("_fn"): value for name, value in options.items()}
+    ((expected, _),) = in_ranks(1, steps_of_muon(DDP, partial(torch.optim.Muon, **options)))
+
+    found = in_ranks(len(counts), steps_of_muon(build, partial(muon, **ours)))
+
+    assert sorted((count for _, count in found), reverse=True) == counts
+    for weights, _ in found:
+        assert {name for name in expected if not torch.equal(weights[name], expected[name])} == set()
 
 
 def test_muon_updates_a_matrix_by_a_nearly_orthogonal_matrix() -> None:

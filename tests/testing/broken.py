@@ -235,6 +235,44 @@ class AveragesPerBatch(Task):
         return F.cross_entropy(outputs, batch[1]), outputs
 
 
+class LooksAtPlaces(Task):
+    """Gives the later samples of a batch more weight, and hides it from the value of the loss."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        each = F.cross_entropy(outputs, batch[1], reduction="none")
+        places = torch.arange(len(each), dtype=each.dtype) - (len(each) - 1) / 2
+        return each.sum() + ((each - each.detach()) * places).sum(), outputs
+
+
+class HalvesABatch(Task):
+    """Has the gradient of a mean, and the value of a sum."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        mean = F.cross_entropy(outputs, batch[1])
+        return mean + (len(batch[1]) - 1) * mean.detach(), outputs
+
+
+class _Fixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Tensor:
+        return torch.ones(())
+
+
+class DropsItsScale(Task):
+    """Ignores the factor with which its loss is multiplied."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        fixed: Tensor = _Fixed.apply(F.cross_entropy(outputs, batch[1], reduction="sum"))
+        return fixed, outputs
+
+
 class NoisyAverage(Task):
     """Returns the mean of a noisy batch as its loss."""
 
@@ -447,6 +485,20 @@ class _ByRows(SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data -= group["lr"] * parameter.grad / parameter.grad.norm()
+
+
+class _ByFirst(SGD):
+    def step(self, closure: Any = None) -> Any:
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        largest = max((float(one.grad.norm()) for one in parameters[:2] if one.grad is not None), default=1.0)
+        for one in parameters:
+            if one.grad is not None:
+                one.data -= self.param_groups[0]["lr"] * one.grad / max(largest, 1e-6)
+
+
+def by_first(params: Any, *, lr: Annotated[float, Field(gt=0, description="Learning rate.")]) -> Optimizer:
+    """Divides all gradients by the norm of the first ones."""
+    return _ByFirst(params, lr=lr)
 
 
 def by_norm(params: Any, *, lr: Annotated[float, Field(gt=0, description="Learning rate.")]) -> Optimizer:

@@ -1,5 +1,6 @@
 """Selection of a model's blocks; recomputing blocks changes no result."""
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torchvision.models import resnet18
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import UsageError
-from ddpforge.features import activation_checkpointing
+from ddpforge.features import activation_checkpointing, activation_offload
 from ddpforge.features.block_forwards import rework_blocks
 from ddpforge.features.memory_tracker import MemoryTracker
 from ddpforge.recipe.schema import TrainSection
@@ -69,7 +70,7 @@ def test_an_unknown_block_class_is_refused(classes: list[str], said: str) -> Non
         find_blocks(small(), classes)
 
 
-@pytest.mark.parametrize("key", ["activation_checkpointing", "compile_blocks"])
+@pytest.mark.parametrize("key", ["activation_checkpointing", "activation_offload", "compile_blocks"])
 def test_block_options_are_refused_without_blocks(key: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{key} needs repeated blocks"):
         rework_blocks([], settings(**{key: True}))
@@ -114,6 +115,76 @@ def test_selective_checkpointing_keeps_expensive_outputs_and_gives_the_same_grad
     again, all_again = (sum(each[one] for one in products) - sum(work[0][one] for one in products) for each in work[1:])
     assert again / all_again == pytest.approx(5 / 12)
     assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
+
+
+# ---------------------------------------------------------------------------------------- activation offload
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies also the small tensors of a test to the host."""
+    monkeypatch.setattr(activation_offload, "SMALLEST", 1)
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("kind", [False, True, "selective"])
+def test_offloaded_activations_give_the_same_gradients(kind: bool | str) -> None:
+    tokens = torch.randint(8, (2, 16), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = GPT(vocab_size=8, block_size=16, layers=4, heads=2, width=32, dropout=0.1)
+        rework_blocks(find_blocks(model, []), settings(activation_checkpointing=kind, activation_offload=offload))
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            losses.append(model(tokens).square().sum())
+        for loss in losses[::-1]:  # several forward passes may come before their backward passes
+            loss.backward(retain_graph=not kind)
+        if not kind:
+            losses[0].backward()  # a second time: the tensors are still on the host
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("every_size")
+def test_weights_and_shared_inputs_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(activation_offload.BlockPass, "add", lambda _, one: packed.append(tuple(one._whole[0])))
+    block, mask = nn.Linear(5, 7), torch.rand(3, 7)
+    passes = activation_offload.PassesOnHost()
+    forward = activation_offload.offloaded(block, lambda x, scale: block.forward(x).exp() * scale, passes)
+    forward(torch.rand(3, 5, requires_grad=True), mask).sum()
+    assert packed == [(3, 5), (3, 7)]  # the input, and the result of `exp`, which two operations save
+
+
+@pytest.mark.usefixtures("every_size")
+def test_offloaded_activations_end_with_their_graph() -> None:
+    """Checks it without a backward pass and without the garbage collector."""
+    block = nn.Linear(5, 7)
+    passes = activation_offload.PassesOnHost()
+    output = activation_offload.offloaded(block, block.forward, passes)(torch.rand(3, 5, requires_grad=True))
+    assert passes._last is not None
+    assert passes._last() is not None
+    gc.disable()
+    try:
+        del output
+        assert passes._last() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("every_size")
+def test_a_change_in_place_of_an_offloaded_tensor_is_named() -> None:
+    class Changes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            y += 1
+            return y
+
+    block = Changes()
+    forward = activation_offload.offloaded(block, block.forward, activation_offload.PassesOnHost())
+    with pytest.raises(UsageError, match=r"a tensor \[3\] that Changes needs in the backward pass is changed in place"):
+        forward(torch.rand(3, requires_grad=True)).sum().backward()
 
 
 # ---------------------------------------------------------------------------------------- in-place changes

@@ -131,5 +131,5 @@ def test_an_installation_without_checks_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_each_check_is_registered_once_and_has_one_parameter() -> None:
     rows = [function for stage in ("chosen", "model", "fit", "built") for _, _, function in checks_of(stage)]
-    assert len({*rows}) == len(rows) == 35
+    assert len({*rows}) == len(rows) == 37
     assert {len(signature(one).parameters) for one in rows} == {1}

@@ -106,6 +106,28 @@ def test_a_task_knows_whether_an_evaluation_calls_its_loss() -> None:
     assert not task.evaluates
 
 
+def test_some_datasets_may_have_no_loss() -> None:
+    """Checks that a set without losses has only metrics, and that others report the mean of the losses that exist."""
+
+    class Positive(Sums):
+        evaluation_loss = "some"
+
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+            loss, outputs = super().loss(model, batch)
+            return (loss if (batch > 0).all() else None), outputs
+
+    class Mixed(Batched):
+        def evaluation(self) -> Iterator[MicroBatch]:
+            yield MicroBatch(torch.tensor([-1.0]), 1, 1, False, 0, 0)
+            yield from super().evaluation()
+
+    sets = {"a": Batched([1.0, 2.0]), "b": Batched([-1.0, -2.0]), "c": Mixed([1.0, 3.0])}
+    assert evaluator(Plain().holding(Line(), IDLE), Positive(), sets).evaluate(0) == {
+        **{"eval/a/loss": 1.5, "eval/a/x": 1.5, "eval/b/x": -1.5},
+        **{"eval/c/loss": 2.0, "eval/c/x": 1.0},
+    }
+
+
 def test_a_task_knows_of_no_evaluation_after_one_that_failed() -> None:
     class Fails(Sums):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

@@ -65,7 +65,14 @@ def test_hints_skip_settings_that_are_set() -> None:
     assert [
         word for word in ("eval_batch = 4", "checkpointing = true", '"fsdp"', '"bf16"') if word not in str(some)
     ] == []
-    few = hints("fsdp", {"cpu_offload": True}, activation_checkpointing=True, precision="bf16", micro_batch=1)
+    few = hints(
+        "fsdp",
+        {"cpu_offload": True},
+        activation_checkpointing=True,
+        activation_offload=True,
+        precision="bf16",
+        micro_batch=1,
+    )
     assert few == ()
     assert '"fsdp"' in str(hints("naive_split"))
     assert '"fsdp"' not in str(hints("deepspeed")) + str(hints("pipeline"))

@@ -107,7 +107,7 @@ def test_a_forward_pass_with_other_parameters_has_a_hint() -> None:
     checked = CheckedTask(Classification(), "training")
     with pytest.raises(TypeError, match="mask") as caught:
         checked.loss(Masked(), (torch.zeros(2, 3), torch.tensor([0, 1])))
-    assert any("passes only the inputs" in note for note in caught.value.__notes__)
+    assert any("passes the inputs as one argument" in note for note in caught.value.__notes__)
 
 
 def test_classes_must_be_whole_numbers() -> None:

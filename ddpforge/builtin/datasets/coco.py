@@ -89,13 +89,16 @@ class CocoDetection:
             raise SetupError(f"annotations: there is no file {annotations}", hints=not_there(annotations))
         self.folder, self.flip = images, flip
         try:
-            found = json.loads(annotations.read_text(encoding="utf-8-sig"))
+            text = annotations.read_text(encoding="utf-8-sig")
+            if not text.strip():
+                raise UsageError(f"annotations: {annotations} is empty", hints=[f"a file in COCO's format: {_FORM}"])
+            found = json.loads(text)
             reader = _Annotations(annotations, found, class_names)
             self.class_names, self.files = reader.names, reader.pictures(crowds)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise UsageError(
-                f"annotations: {annotations} is not in COCO's format: {type(error).__name__}: {error}", hints=[_FORM]
-            ) from error
+            lacks = isinstance(error, KeyError)
+            why = f"an entry has no {error.args[0]!r}" if lacks else f"{type(error).__name__}: {error}"
+            raise UsageError(f"annotations: {annotations} is not in COCO's format: {why}", hints=[_FORM]) from error
         if not self.files:
             raise SetupError(f"annotations: {annotations} has no images")
         first = images / self.files[0].file
@@ -154,6 +157,9 @@ class _Annotations:
 
     def __init__(self, file: Path, content: Any, class_names: Sequence[str] | None) -> None:
         self.file, self.content = file, content
+        for name in ("images", "categories", "annotations"):
+            if not isinstance(content, dict) or not isinstance(content.get(name), list):
+                raise self._error(f'is not in COCO\'s format: it has no list "{name}"', _FORM)
         kinds = sorted(content["categories"], key=lambda one: one["id"])
         own = [str(one["name"]) for one in kinds]
         for values, what in ((own, "name"), ([one["id"] for one in kinds], "id")):
@@ -198,6 +204,8 @@ class _Annotations:
     def _box(self, one: Mapping[str, Any]) -> _Box | None:
         """Returns the box of an annotation; None if it has no area."""
         what = f"annotation {one.get('id', 'without id')}"
+        if not isinstance(one.get("bbox"), list) or len(one["bbox"]) != 4:
+            raise self._error(f"{what} has the bbox {one.get('bbox')!r}", "a box is [x, y, width, height]")
         x, y, width, height = values = tuple(map(float, one["bbox"]))
         area, crowd = float(one.get("area", width * height)), int(one.get("iscrowd", 0))
         if not all(map(math.isfinite, (*values, area))):
@@ -230,6 +238,11 @@ class _Annotations:
                     raise _outside(picture.file, box, picture.size)
                 if far > _SLACK:
                     beyond.append(f"annotation {box.id} of {picture.file}")
+        sizes = [max(box.corners) for picture in pictures for box in picture.boxes]
+        if not sizes:
+            log.warning("%s: no image has a box", self.file)
+        elif max(sizes) <= 1:
+            log.warning("%s: all boxes are within one pixel: COCO's boxes are in pixels, not from 0 to 1", self.file)
         if beyond:
             log.warning("%s: %d boxes go beyond their image, first %s", self.file, len(beyond), beyond[0])
 

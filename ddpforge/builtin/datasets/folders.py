@@ -159,7 +159,9 @@ class CSVTable(InBatches):
             Literal["auto", "class", "number"],
             Field(description='"auto": numbers if all values are numbers, classes if none is.'),
         ] = "auto",
-        delimiter: Annotated[str, Field(min_length=1, max_length=1, description="Character between columns.")] = ",",
+        delimiter: Annotated[
+            str, Field(min_length=1, max_length=1, description='Character between columns, e.g. ";" or "\\t".')
+        ] = ",",
         class_names: ClassNames = None,
         labeled: Labeled = True,
     ) -> None:
@@ -174,6 +176,8 @@ class CSVTable(InBatches):
                 hints=["write the file without them: to_csv(…, index=False)", "or set `inputs` to the columns to use"],
                 key="inputs",
             )
+        if target in self.input_names:
+            raise UsageError(f"inputs: {target!r} is the target: the model would be given the answer", key="inputs")
         aim = rows.place(target, "target") if labeled else None
         places = [rows.place(name, "inputs") for name in self.input_names]
         if not places:

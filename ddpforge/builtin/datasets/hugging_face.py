@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from ssl import SSLError
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from pydantic import Field
 
@@ -19,9 +23,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["hugging_face", "load_split"]
+__all__ = ["hub_fault", "hugging_face", "load_split"]
 
+_FORMATS = {"jsonl": "json", "ndjson": "json", "tsv": "csv", "txt": "text"}  # by names that people try
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _PICKLED = {"pandas", "pickle", "cache", "generator", "spark"}  # builders that unpickle, or run code
+
+_PATIENCE = 5.0  # seconds until the hub must answer
+_SPLITS = r"Unknown split .* one of \[(.*)\]|Unrecognized instruction format()|Instruction .* corresponds to no data()"
 
 log = logging.getLogger("ddpforge")
 
@@ -93,6 +102,7 @@ def hugging_face(
     found = [features[column].names for column in columns if hasattr(features.get(column), "num_classes")]
     names = list(found[0]) if len(found) == 1 else []
     if not streaming:
+        _check_nulls(data, columns)
         return HuggingFaceRows(data.select_columns(list(columns)), columns, number, names)
     lengths = _lengths(shard_lengths, data.num_shards) if shard_lengths else None
     if lengths is None:
@@ -103,22 +113,74 @@ def hugging_face(
     return HuggingFaceShards(data, columns, number, names, lengths, shuffle, shuffle_buffer, interleave)
 
 
+def _check_nulls(data: Any, columns: Sequence[str]) -> None:
+    """Raises UsageError for a row without a value in a column; arrow counts them without reading the values."""
+    for column in columns:
+        if empty := data.data.column(column).null_count:
+            row = next(number for number, value in enumerate(data.with_format(None)[column]) if value is None)
+            raise UsageError(
+                f"columns: row {row + 1} has no value (null) in `{column}`, and so have {empty} of {len(data):,} rows",
+                hints=["fill them in, or remove the rows"],
+                key="columns",
+            )
+
+
 def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns the dataset and, for a stream, its builder; raises SetupError if it cannot be loaded."""
     if path in _PICKLED:
         raise UsageError(
             f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
         )
+    if path.startswith((".", "/", "~")) and not Path(path).exists():  # it would be looked up on the hub, for minutes
+        raise SetupError(f"path: there is no file or folder {path}", hints=not_there(path))
     datasets = library("datasets", "datasets")
+    if not (Path(path).exists() or options.get("data_files") or path in (*_FORMATS, *_BUILDERS)):
+        _check_hub(path, Path(datasets.config.HF_DATASETS_CACHE))
     try:
         if not streaming:
             return datasets.load_dataset(path, name, split=split, **options), None
         builder = datasets.load_dataset_builder(path, name, **options)
         return builder.as_streaming_dataset(split=split), builder
+    except StopIteration as error:  # of the first file without a row
+        raise UsageError(
+            f"data_files: {options.get('data_files', path)} has no rows", hints=["the file is empty"], key="data_files"
+        ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ValueError) and (known := re.search(_SPLITS, str(error))):
+            hints = [f"it has {known[1]}"] if known[1] else ['expected e.g. "train", "train[:90%]" or "train[-100:]"']
+            reason = "" if known[1] else f": {error}"
+            raise UsageError(f'split: {path} has no split "{split}"{reason}', hints=hints, key="split") from error
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         message = f"path: {path} cannot be loaded: {type(cause or error).__name__}: {cause or error}"
         raise SetupError(message, hints=list(_ways(path, options.get("data_files")))) from error
+
+
+def _check_hub(path: str, cache: Path) -> None:
+    """Raises SetupError if a name on the hub is not in the cache of datasets, and the hub does not answer."""
+    if (cache / path.replace("/", "___")).is_dir() or not (fault := hub_fault()):
+        return
+    hints = [f"`{path}` is not a folder in {Path.cwd()}, and not in the cache of datasets either: {cache}"]
+    raise SetupError(f"path: {path} cannot be loaded: {fault}", hints=hints)
+
+
+@cache
+def hub_fault() -> str:
+    """Returns why the hub of Hugging Face cannot be reached; "" if it answers, or if HF_HUB_OFFLINE is set.
+
+    One request of at most five seconds. The libraries of the hub would try again for half a minute with every file.
+    """
+    import huggingface_hub.constants as hub
+
+    if hub.HF_HUB_OFFLINE:
+        return ""
+    try:
+        urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=_PATIENCE).close()
+    except HTTPError:
+        return ""  # an answer
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return "" if isinstance(reason, SSLError) else f"{hub.ENDPOINT} cannot be reached ({reason})"
+    return ""
 
 
 def _ways(path: str, files: Any) -> Iterator[str]:
@@ -131,7 +193,9 @@ def _ways(path: str, files: Any) -> Iterator[str]:
         yield from hints
     elif missing := next((one for one in named if not Path(one).exists() and "*" not in one and ":" not in one), None):
         yield from (f"data_files: {hint}" for hint in not_there(missing))
-    elif not named and not Path(path).exists():
+    elif path in _FORMATS:
+        yield f'for files, write path = "{_FORMATS[path]}"'
+    elif not Path(path).exists() and path not in _BUILDERS:
         yield f"it is not a folder in {Path.cwd()}, so it was looked up by name on the hub"
 
 

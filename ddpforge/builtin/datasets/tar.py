@@ -234,4 +234,8 @@ def _choose(file: Path, name: str, members: Mapping[str, tarfile.TarInfo], endin
     for which, ending in enumerate(endings):
         if ending in members:
             return which, members[ending].offset_data, members[ending].size
-    raise UsageError(f"fields: sample {name} of {file} has {', '.join(sorted(members))}, but no {' or '.join(endings)}")
+    raise UsageError(
+        f"fields: sample {name} of {file} has {', '.join(sorted(members))}, but no {' or '.join(endings)}",
+        hints=["if this is the end of the file, the file is cut: copy it again"],
+        key="fields",
+    )

@@ -117,7 +117,12 @@ class Tokens(InBatches):
             try:
                 tokens: NDArray[Any] = np.load(self._path, mmap_mode="r", allow_pickle=False)
             except (ValueError, EOFError, OSError) as error:
-                raise ValueError(f"path: {self._path} is not a whole .npy file: {error}") from error
+                what = "holds no numbers" if "pickle" in str(error) else str(error)  # numpy would unpickle any bytes
+                raise UsageError(
+                    f"path: {self._path} is not a whole .npy file: {what}",
+                    hints=["write its tokens by numpy.save; plain numbers have the ending .bin"],
+                    key="path",
+                ) from error
             if not isinstance(tokens, np.ndarray):
                 raise UsageError(f"path: {self._path} is an archive of arrays, not one array", key="path")
         else:
@@ -125,7 +130,11 @@ class Tokens(InBatches):
             if (size := self._path.stat().st_size) % item or size <= begin:
                 if not size:
                     raise UsageError(f"path: {self._path} is empty", key="path")
-                raise ValueError(f"{self._path} has {size} bytes, not a multiple of the {item} bytes of {self._dtype}")
+                raise UsageError(
+                    f"path: {self._path} has {size} bytes, not a multiple of the {item} bytes of {self._dtype}",
+                    hints=["set `dtype` to that of the tokens, or copy the file again if it is cut"],
+                    key="path",
+                )
             tokens = np.memmap(self._path, dtype=self._dtype, mode="r", offset=begin)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(

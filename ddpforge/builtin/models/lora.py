@@ -1,18 +1,21 @@
 """Low-rank adapters (LoRA) in any model, with peft."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
+from torch import Tensor, nn
 
 from ddpforge.builtin.models.quantized import QuantizedLinear
 from ddpforge.errors import SetupError, UsageError, pip_install
+
+X = TypeVar("X")
 
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
 _Alpha = Annotated[float, Field(gt=0, le=1e6, description="The adapters' output is multiplied by alpha / r.")]
@@ -38,6 +41,25 @@ _RsLoRA = Annotated[
 ]
 
 
+_RankPattern = Annotated[
+    Mapping[str, _Rank] | None,
+    Field(
+        description='Other ranks than `r`, by layers named as in `targets`, e.g. { "*.mlp.*" = 32 }; the last counts.'
+    ),
+]
+_AlphaPattern = Annotated[
+    Mapping[str, _Alpha] | None, Field(description="Other values than `alpha`, by layers as in `rank_pattern`.")
+]
+_Init = Annotated[
+    Literal["pissa", "loftq"] | None,
+    Field(
+        description='Initial adapters; absent: no change of the model. "pissa": the largest singular values of the'
+        ' weights, which lose them (Meng et al., 2024). "loftq": the error of a quantized weight, as far as the rank'
+        " allows (Li et al., 2023)."
+    ),
+]
+
+
 class Adapters(BaseModel):
     """Options of `lora` without the base model, for models that have adapters as an option."""
 
@@ -50,10 +72,16 @@ class Adapters(BaseModel):
     train: _Train = ()
     dora: _DoRA = None
     rslora: _RsLoRA = None
+    rank_pattern: _RankPattern = None
+    alpha_pattern: _AlphaPattern = None
+    init: _Init = None
 
-    def put_into(self, base: nn.Module) -> nn.Module:
-        """Freezes `base` and inserts the adapters, as `lora` does; raises the same errors."""
-        return lora(base=base, **dict(self))
+    def put_into(self, base: nn.Module, original: Mapping[str, Tensor] = {}) -> nn.Module:
+        """Freezes `base` and inserts the adapters, as `lora` does; raises the same errors.
+
+        `original`: for `init = "loftq"`, the weights of quantized layers before that, [outputs, inputs], by layer.
+        """
+        return _with_adapters(base, self, original)
 
 
 class _OnMeta(UsageError, NotImplementedError):
@@ -70,6 +98,9 @@ def lora(
     train: _Train = (),
     dora: _DoRA = None,
     rslora: _RsLoRA = None,
+    rank_pattern: _RankPattern = None,
+    alpha_pattern: _AlphaPattern = None,
+    init: _Init = None,
 ) -> nn.Module:
     """Returns the frozen base model with adapters: a linear layer W x becomes W x + alpha / r * B A x, A and B trained.
 
@@ -78,20 +109,42 @@ def lora(
 
     Raises:
         ValueError: A target does not exist or is not linear, or a glob matches no parameter or a quantized one.
+            `init` does not fit to the weights.
         UsageError: `base` is on the meta device.
         SetupError: peft is not installed.
     """
+    how = Adapters(
+        targets=targets,
+        r=r,
+        alpha=alpha,
+        dropout=dropout,
+        train=train,
+        dora=dora,
+        rslora=rslora,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        init=init,
+    )
+    return how.put_into(base)
+
+
+def _with_adapters(base: nn.Module, how: Adapters, original: Mapping[str, Tensor]) -> nn.Module:
     peft = _peft()
     if any(parameter.is_meta for parameter in base.parameters()):
         raise _OnMeta("the model `lora` cannot be built on the meta device", hints=["set strategy.meta = false"])
-    adapted = _targets(base, targets)
+    adapted = _targets(base, how.targets)
+    layers = [name for name, _ in base.named_modules() if any(f".{name}".endswith(f".{each}") for each in adapted)]
+    _check_init(base, layers, how.init, original, dora=bool(how.dora))
     config = peft.LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
+        r=how.r,
+        lora_alpha=how.alpha,
+        lora_dropout=how.dropout,
         target_modules=adapted,
-        use_dora=bool(dora),
-        use_rslora=bool(rslora),
+        use_dora=bool(how.dora),
+        use_rslora=bool(how.rslora),
+        rank_pattern=_by_layer("rank_pattern", how.rank_pattern, layers),
+        alpha_pattern=_by_layer("alpha_pattern", how.alpha_pattern, layers),
+        init_lora_weights="pissa" if how.init == "pissa" else True,
     )
     try:
         with _in_float32(base):
@@ -101,6 +154,8 @@ def lora(
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             _note_scaling(name, module)
+            if how.init == "loftq":
+                _approximate(module, original[name])
     quantized = {
         id(parameter)
         for module in model.modules()
@@ -108,7 +163,7 @@ def lora(
         for name, parameter in module.named_parameters(recurse=False)
         if name != "bias"
     }
-    for glob in train:
+    for glob in how.train:
         named = {name: parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)}
         if not named:
             raise ValueError(f"train: `{glob}` matches no parameter")
@@ -147,6 +202,49 @@ def _targets(base: nn.Module, targets: Literal["all-linear"] | Sequence[str]) ->
             raise ValueError(f"targets: `{target}` matches no linear layer by its whole name{example}")
         names |= dict.fromkeys(matched)
     return list(names)
+
+
+def _by_layer(key: str, pattern: Mapping[str, X] | None, layers: Sequence[str]) -> dict[str, X]:
+    """Returns the values by regular expressions of peft, one for each layer that a name or a glob matches."""
+    found: dict[str, X] = {}
+    for glob, value in (pattern or {}).items():
+        whole = any(char in glob for char in "*?[")
+        matched = [name for name in layers if (fnmatchcase(name, glob) if whole else f".{name}".endswith(f".{glob}"))]
+        if not matched:
+            raise ValueError(f"{key}: `{glob}` matches no adapted layer, e.g. {layers[0] if layers else 'none'}")
+        found |= dict.fromkeys(map(re.escape, matched), value)
+    return found
+
+
+def _check_init(
+    base: nn.Module, layers: Sequence[str], init: str | None, original: Mapping[str, Tensor], *, dora: bool
+) -> None:
+    """Raises ValueError if the initial adapters do not fit to the adapted layers."""
+    packed = [name for name in layers if isinstance(base.get_submodule(name), QuantizedLinear)]
+    if init == "pissa" and packed:
+        raise ValueError(
+            f'init = "pissa" changes the weights of adapted layers, and `{packed[0]}` is quantized; set init = "loftq"'
+        )
+    if init != "loftq":
+        return
+    if dora:
+        raise ValueError('init = "loftq" and `dora` cannot be used together: remove one of them')
+    if missing := next((name for name in layers if name not in original or name not in packed), None):
+        raise ValueError(
+            f'init = "loftq" needs quantized layers, and `{missing}` is not; set `quantize`, adapt only quantized'
+            " layers, or remove `init`"
+        )
+
+
+@torch.no_grad()
+def _approximate(layer: Any, original: Tensor) -> None:
+    """Sets an adapter to the best approximation of the quantization error by its rank: LoftQ with one iteration."""
+    lost = original.float() - layer.get_base_layer().weight
+    u, s, vh = torch.linalg.svd(lost, full_matrices=False)
+    root = (s[: layer.r["default"]] / layer.scaling["default"]).sqrt()
+    rank = len(root)  # a rank above that of the weight keeps the other rows as they are: B is zero there
+    layer.lora_A["default"].weight[:rank] = root[:, None] * vh[:rank]
+    layer.lora_B["default"].weight[:, :rank] = u[:, :rank] * root
 
 
 def _is_linear(module: nn.Module) -> bool:

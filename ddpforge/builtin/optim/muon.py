@@ -33,13 +33,13 @@ def muon(
     """Returns `torch.optim.Muon` (Jordan, 2024), which orthogonalizes the momentum. `params` are parameter groups.
 
     Use it for the matrices of hidden layers, and another optimizer for all other parameters, including embeddings and
-    the last layer. With sharded weights, each rank all-gathers a matrix, its gradient and its momentum, computes the
-    whole update and keeps its own rows. The result is the same as on one rank.
+    the last layer. With sharded weights, each matrix is orthogonalized by one rank, and the ranks share this work.
+    The result is the same as on one rank.
 
     Raises:
         ValueError: A parameter is not a matrix.
     """
-    from ddpforge.builtin.optim.whole_matrices import WholeMatrices
+    from ddpforge.builtin.optim.sharded_muon import ShardedMuon
 
     for group in params:
         for name, parameter in zip(group.get("names", ()), group["params"], strict=False):
@@ -48,7 +48,7 @@ def muon(
                     f"Muon is for matrices, but `{name}` has the shape {list(parameter.shape)}; "
                     'select the matrices with "2d"'
                 )
-    return WholeMatrices(
+    return ShardedMuon(
         params,
         lr=lr,
         weight_decay=weight_decay,

@@ -76,7 +76,10 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     hints = ["return pairs as samples of the dataset, or give it a method `collate(samples)` that returns one", _OWN]
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        # Its labels are the tokens themselves: tasks of ddpforge-transformers shift them.
+        hints = ["set the task of its model: causal_lm, or sequence_classification for classes (ddpforge-transformers)"]
+    elif isinstance(batch, Mapping):
         hints.insert(0, f"name the keys in the recipe: {_keys_of(batch)}")
     elif isinstance(batch, tuple | list) and len(batch) == 2 and type(next(iter(batch[1]), None)) is str:
         hints = [

@@ -194,11 +194,11 @@ def _bar(share: float) -> str:
 
 
 def _rates(metrics: Mapping[str, float]) -> list[str]:
-    """Returns items per second, and the fraction of time that training waits for data."""
+    """Returns items per second, model FLOPs utilization, and the fraction of time that training waits for data."""
     counted = {name: value for name, value in metrics.items() if _is_rate(name)}
     found = [f"{value:,.{0 if value >= 10 else 1}f} {_items(name)}/s" for name, value in counted.items()]
-    waits = metrics.get("train/time/data")
-    return [*found, *([] if waits is None else [f"data {waits:.0%}"])]
+    shares = {"mfu": metrics.get("perf/mfu"), "data": metrics.get("train/time/data")}
+    return [*found, *(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)]
 
 
 def _is_rate(name: str) -> bool:
@@ -211,7 +211,9 @@ def _items(name: str) -> str:
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
     """Returns the newest metrics without speed, samples and epoch."""
-    odd = {"samples", "epoch"} | {name for name in metrics if name.startswith("train/time/") or _is_rate(name)}
+    odd = {"samples", "epoch", "perf/mfu"} | {
+        name for name in metrics if name.startswith("train/time/") or _is_rate(name)
+    }
     shown = {_SHORT.get(name, name.removeprefix("train/")): x for name, x in metrics.items() if name not in odd}
     return [f"{name} {value:.4g}" for name, value in shown.items()]
 

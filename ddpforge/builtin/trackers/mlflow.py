@@ -57,6 +57,31 @@ class MLflowTracker(Tracker):
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Opens the MLflow run of `folder`; an unreachable server costs at most half a minute."""
+        self._connect()
+        self._run = self._open(name, folder / "mlflow.json", config)
+        self._client.log_dict(self._run, json.loads(json.dumps(config, default=str)), "config.json")
+        if resumed_at is not None:
+            self.rewind(resumed_at)
+
+    def join(self, folder: Path) -> bool:
+        """Opens the run whose id the folder has; False if it has none."""
+        run = os.environ.get("MLFLOW_RUN_ID") or stored_id(folder / "mlflow.json", "run_id")
+        if run is None:
+            return False
+        self._connect()
+        self._run = run
+        return True
+
+    def leave(self) -> None:
+        """Waits until all is sent."""
+        try:
+            deadline = time.monotonic() + self._finish_timeout
+            while self._sent:
+                self._sent.popleft().result(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._queue.shutdown(wait=False, cancel_futures=True)
+
+    def _connect(self) -> None:
         for variable, value in _PATIENCE.items():
             os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
@@ -64,10 +89,6 @@ class MLflowTracker(Tracker):
         self._client = MlflowClient(self._uri)
         self._queue = ThreadPoolExecutor(1, "mlflow")
         self._sent: deque[Future[None]] = deque()
-        self._run = self._open(name, folder / "mlflow.json", config)
-        self._client.log_dict(self._run, json.loads(json.dumps(config, default=str)), "config.json")
-        if resumed_at is not None:
-            self.rewind(resumed_at)
 
     def _open(self, name: str, file: Path, config: Mapping[str, Any]) -> str:
         """Returns the id of the run: from the environment, the stored one, or of a new run; stores it before use."""
@@ -116,12 +137,7 @@ class MLflowTracker(Tracker):
         """Waits until all is sent, and sets the run's status: FINISHED, KILLED if it was stopped, or FAILED."""
         self._later(lambda: self._client.set_tag(self._run, "state", state))
         self._later(lambda: self._client.set_terminated(self._run, _STATES.get(state, "FAILED")))
-        try:
-            deadline = time.monotonic() + self._finish_timeout
-            while self._sent:
-                self._sent.popleft().result(max(0.0, deadline - time.monotonic()))
-        finally:
-            self._queue.shutdown(wait=False, cancel_futures=True)
+        self.leave()
 
     def _later(self, send: Callable[[], Any]) -> None:
         """Queues a request; raises the error of an earlier request."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -60,6 +62,18 @@ class TensorBoardTracker(Tracker):
         """Opens another event file, which invalidates later steps of earlier files."""
         self._writer.close()
         self._writer = self._open(step)
+
+    def join(self, folder: Path) -> bool:
+        """Opens an event file in a folder of its own: TensorBoard reads only the newest file of a folder."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        own = folder / "tensorboard" / f"evaluations-{gethostname()}-{os.getpid()}"
+        self._writer = SummaryWriter(str(own), flush_secs=self._flush_seconds)
+        return True
+
+    def leave(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
         """Writes the text `end` and closes the event file."""

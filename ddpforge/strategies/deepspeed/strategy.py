@@ -93,6 +93,11 @@ class DeepSpeed(Strategy):
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
         }
 
+    @classmethod
+    def layouts(cls, ranks: int) -> Iterator[Mapping[str, Any]]:
+        """Yields the stages."""
+        return ({"stage": stage} for stage in _SHARDS)
+
     def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
         """Returns the DeepSpeed configuration, for `ddpforge show`."""
         return {"deepspeed config": self.config(train, ranks)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.interfaces import Ranks, Unsupported, World
 
@@ -14,7 +16,14 @@ if TYPE_CHECKING:
 
     from ddpforge.ranks.collectives import CollectiveRanks
 
-__all__ = ["MeshGroups", "ParallelDims"]
+__all__ = ["MeshGroups", "ParallelDims", "divisions"]
+
+
+def divisions(ranks: int, *dimensions: str) -> Iterator[dict[str, Any]]:
+    """Yields sizes of the dimensions whose product divides `ranks`; sizes of 1 are absent."""
+    for sizes in product([size for size in range(1, ranks + 1) if ranks % size == 0], repeat=len(dimensions)):
+        if ranks % prod(sizes) == 0:
+            yield {name: size for name, size in zip(dimensions, sizes, strict=True) if size > 1}
 
 
 @dataclass(frozen=True)

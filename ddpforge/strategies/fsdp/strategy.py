@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -23,7 +23,7 @@ from ddpforge.interfaces import (
     World,
     device_kind,
 )
-from ddpforge.strategies.fsdp.mesh import ParallelDims
+from ddpforge.strategies.fsdp.mesh import ParallelDims, divisions
 from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Styles, Tensored, TensorParallelOptions
 
 if TYPE_CHECKING:
@@ -154,6 +154,16 @@ class FSDP(Strategy):
         self.replicas, self.context, self.tensor = grid.replicas, grid.context, grid.tensor
 
     # -- before the loop
+    @classmethod
+    def layouts(cls, ranks: int) -> Iterator[Mapping[str, Any]]:
+        """Yields grids of replicas, positions and layers, and numbers of ranks for experts alone."""
+        for sizes in divisions(ranks, "replicas", "context", "tensor"):
+            yield sizes
+            if "tensor" in sizes:
+                yield from (sizes | {"sequence_parallel": True}, sizes | {"loss_parallel": True})
+        yield from ({"reshard_after_forward": False}, {"no_sync": True})
+        yield from (sizes for sizes in divisions(ranks, "experts") if sizes)
+
     def for_evaluation(self, ranks: int) -> tuple[FSDP, str]:
         """Returns a strategy without the sizes that do not divide the ranks, and the reason."""
         other, grid = copy(self), self.grid.fitting(ranks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field
 
@@ -12,7 +14,7 @@ from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Replica, Simulation, Strategy, Task, Unsupported, World
 from ddpforge.strategies.ddp import DDP
-from ddpforge.strategies.fsdp.mesh import ParallelDims
+from ddpforge.strategies.fsdp.mesh import ParallelDims, divisions
 from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Styles, Tensored, TensorParallelOptions
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["Pipeline"]
+
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 
 
 class Pipeline(Strategy):
@@ -58,7 +62,7 @@ class Pipeline(Strategy):
             Field(ge=2, le=2**12, description="Number of stages into which the model is cut; by default all ranks."),
         ] = None,
         schedule: Annotated[
-            Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
+            Schedule,
             Field(
                 description="Order of forward and backward passes. All but the first two give each rank two parts of"
                 " the model. ZeroBubble schedules compute gradients of weights while a rank would wait."
@@ -100,6 +104,15 @@ class Pipeline(Strategy):
         )
 
     # -- before the loop
+    @classmethod
+    def layouts(cls, ranks: int) -> Iterator[Mapping[str, Any]]:
+        """Yields each schedule on all numbers of stages and of ranks that share layers, with each kind of replicas."""
+        for sizes in divisions(ranks, "stages", "tensor"):
+            groups = ranks // prod(sizes.values())
+            if "stages" in sizes:
+                for schedule, data in product(get_args(Schedule), ("ddp", "fsdp") if groups > 1 else ("ddp",)):
+                    yield sizes | {"schedule": schedule} | ({"data": data} if data != "ddp" else {})
+
     @property
     def splits_model(self) -> bool:
         """Returns True: the model is always cut into stages."""
@@ -199,10 +212,12 @@ class Pipeline(Strategy):
                 else "no rank of a pipeline has the whole model, so it cannot be compiled",
                 ('set strategy.schedule = "1F1B"' if splits else "set train.compile_blocks = true",),
             )
-        if train.activation_checkpointing and splits:
+        for key, twice in (("activation_checkpointing", "recomputed"), ("activation_offload", "copied")):
+            if not (getattr(train, key) and splits):
+                continue
             yield Unsupported(
-                "train.activation_checkpointing",
-                f'strategy.schedule = "{self.schedule}" splits backward passes: activations would be recomputed '
+                f"train.{key}",
+                f'strategy.schedule = "{self.schedule}" splits backward passes: activations would be {twice} '
                 "for both parts",
                 ('set strategy.schedule = "1F1B" or "Interleaved1F1B"',),
             )

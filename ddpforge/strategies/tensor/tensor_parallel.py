@@ -53,7 +53,7 @@ class TensorParallel:
     ) -> None:
         self.plan, self.ranks = plan, ranks
         self.cuts: Mapping[str, SplitSpec] = {name: cut.of(ranks.rank) for name, cut in plan.cuts.items()}
-        self._moves, self._random = ActivationCollectives(ranks), TensorParallelRNG(ranks.rank, device)
+        self.moves, self.random = ActivationCollectives(ranks), TensorParallelRNG(ranks.rank, device)
         self._sequence, self._logits = sequence, logits
         self._done: set[str] = set()
         self.summed: Collection[str] = ()  # parameters whose gradients are summed over ranks
@@ -98,9 +98,9 @@ class TensorParallel:
 
     def begin(self, *, split: bool) -> None:
         """Prepares the RNG for the first of this rank's layers: its own numbers if activations are already `split`."""
-        self._random.forget()
+        self.random.forget()
         if split:
-            self._random.begin()
+            self.random.begin()
 
     # -- activations
     def attach(self, model: nn.Module) -> None:
@@ -125,22 +125,22 @@ class TensorParallel:
                 module.register_forward_hook(self._gather)
 
     def _outside(self, module: nn.Module, args: Any) -> None:
-        self._random.forget()
+        self.random.forget()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if not self._sequence and module.training:
-            self._random.begin()
-        return (self._moves.enter_cut(x, _SEQUENCE) if self._sequence else self._moves.enter(x), *rest)
+            self.random.begin()
+        return (self.moves.enter_cut(x, _SEQUENCE) if self._sequence else self.moves.enter(x), *rest)
 
     def _rows(self, module: Any, x: Tensor) -> Tensor:
         """Computes a linear layer with some columns of the weight; sums results over ranks and adds the bias once."""
         summand = F.linear(x, module.weight)
         if self._sequence:
-            out = self._moves.leave_cut(summand, _SEQUENCE)
+            out = self.moves.leave_cut(summand, _SEQUENCE)
         else:
-            out = self._moves.leave(summand)
-            self._random.end()
+            out = self.moves.leave(summand)
+            self.random.end()
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     def _embed(self, module: Any, cut: SplitSpec, tokens: Tensor) -> Tensor:
@@ -150,32 +150,32 @@ class TensorParallel:
         padding = module.padding_idx
         mine = padding - start if padding is not None and start <= padding < stop else None
         if stop == start:
-            return self._moves.leave(module.weight.new_zeros(*tokens.shape, cut.shape[1]) + 0 * module.weight.sum())
+            return self.moves.leave(module.weight.new_zeros(*tokens.shape, cut.shape[1]) + 0 * module.weight.sum())
         found = F.embedding(torch.where(here, tokens - start, 0), module.weight, mine)
-        return self._moves.leave(found * here.unsqueeze(-1))
+        return self.moves.leave(found * here.unsqueeze(-1))
 
     def _scatter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         check_divisible(x.shape[_SEQUENCE], self.ranks.size)
         if module.training:
-            self._random.begin()
-        return (self._moves.cut(x, _SEQUENCE), *rest)
+            self.random.begin()
+        return (self.moves.cut(x, _SEQUENCE), *rest)
 
     def _gather(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        self._random.end()
-        return self._moves.join(out, _SEQUENCE, out.shape[_SEQUENCE] * self.ranks.size)
+        self.random.end()
+        return self.moves.join(out, _SEQUENCE, out.shape[_SEQUENCE] * self.ranks.size)
 
     # -- the output layer
     def _attach_logits(self, module: nn.Module, vocabulary: int) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *rest = args
             if self._sequence:
-                self._random.end()
-            return (self._moves.enter_cut(x, _SEQUENCE) if self._sequence else self._moves.enter(x), *rest)
+                self.random.end()
+            return (self.moves.enter_cut(x, _SEQUENCE) if self._sequence else self.moves.enter(x), *rest)
 
         def leave(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             if self._logits is None:
-                return self._moves.join(out, -1, vocabulary)
+                return self.moves.join(out, -1, vocabulary)
             shape = torch.Size((*out.shape[:-1], vocabulary))
             stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(

@@ -21,9 +21,9 @@ _MATRICES = ((6, 4), (4, 2), (3, 2))
 @check("parameter-groups", "optimizer")
 def parameter_groups(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that each group has its own settings, and that a learning rate of 0 keeps its weights unchanged."""
-    weights = _weights(case)
+    weights = weights_of(case)
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
-    optimizer = _build(case, groups)
+    optimizer = build_optimizer(case, groups)
     if len(optimizer.param_groups) != 2:
         raise Breach("the two groups that were passed", f"{len(optimizer.param_groups)}")
     if any("lr" not in group for group in optimizer.param_groups):
@@ -44,8 +44,8 @@ def parameter_groups(case: Case, worlds: MultiRankRuns) -> None:
 @check("state-by-parameter", "optimizer")
 def state_by_parameter(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the state is stored by parameter, in tensors and plain numbers."""
-    weights = _weights(case)
-    optimizer = _build(case, [{"params": weights}])
+    weights = weights_of(case)
+    optimizer = build_optimizer(case, [{"params": weights}])
     _step(case, optimizer, weights, 1)
     for key, entry in optimizer.state.items():
         if not any(key is weight for weight in weights):
@@ -61,14 +61,14 @@ def state_by_parameter(case: Case, worlds: MultiRankRuns) -> None:
 @check("resumes-exactly", "optimizer")
 def resumes_exactly(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a resume from the state and the weights equals an uninterrupted training."""
-    straight = _weights(case)
-    optimizer = _build(case, [{"params": straight}])
+    straight = weights_of(case)
+    optimizer = build_optimizer(case, [{"params": straight}])
     for step in range(1, 4):
         _step(case, optimizer, straight, step)
     saved, kept = copy.deepcopy(optimizer.state_dict()), [weight.detach().clone() for weight in straight]
 
     resumed = [nn.Parameter(weight) for weight in kept]
-    other = _build(case, [{"params": resumed}])
+    other = build_optimizer(case, [{"params": resumed}])
     try:
         other.load_state_dict(saved)
     except Exception as error:
@@ -90,11 +90,11 @@ def element_wise(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the update is element-wise, as sharding strategies require, unless declared otherwise."""
     if case.settings.get("elementwise", True) is False:
         raise NotApplicable("declared: elementwise = false")
-    whole = _weights(case)[:1]
+    whole = weights_of(case)[:1]
     pieces = [nn.Parameter(piece.clone()) for piece in torch.split(whole[0].detach().reshape(-1), [10, 14])]
-    one, other = _build(case, [{"params": whole}]), _build(case, [{"params": pieces}])
+    one, other = build_optimizer(case, [{"params": whole}]), build_optimizer(case, [{"params": pieces}])
     for step in range(1, 4):
-        _gradients(whole, step)
+        fill_gradients(whole, step)
         gradient = whole[0].grad
         assert gradient is not None
         for piece, part in zip(pieces, torch.split(gradient.reshape(-1), [10, 14]), strict=True):
@@ -113,19 +113,22 @@ def element_wise(case: Case, worlds: MultiRankRuns) -> None:
         )
 
 
-def _weights(case: Case) -> list[nn.Parameter]:
+def weights_of(case: Case) -> list[nn.Parameter]:
+    """Returns new parameters for a trial, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     shapes = _MATRICES if case.settings.get("matrices", False) else _SHAPES
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def _gradients(weights: list[nn.Parameter], step: int) -> None:
+def fill_gradients(weights: list[nn.Parameter], step: int) -> None:
+    """Sets the gradients of a step, which depend on its number alone."""
     generator = torch.Generator().manual_seed(step)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
 
 
-def _build(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def build_optimizer(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Builds the optimizer of a case; raises Breach if it is none."""
     try:
         optimizer = case.build(params=groups)
     except Breach:
@@ -138,7 +141,7 @@ def _build(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _step(case: Case, optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], step: int) -> None:
-    _gradients(weights, step)
+    fill_gradients(weights, step)
     try:
         optimizer.step()
     except Exception as error:

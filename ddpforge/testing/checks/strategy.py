@@ -14,6 +14,7 @@ from ddpforge.api import (
     CheckpointReader,
     Record,
     RunFolder,
+    committed,
     compare,
     contract_of,
     drift_text,
@@ -21,7 +22,6 @@ from ddpforge.api import (
     read_metrics,
     snapshot,
 )
-from ddpforge.checkpoint import retention
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import VERSION
@@ -38,6 +38,7 @@ _LINES = 20
 _PLAIN: dict[str, Any] = {"global_batch": 16, "length": f"{_STEPS}st"}
 _ACCUMULATES = _PLAIN | {"micro_batch": 4}
 _CLIPS = _ACCUMULATES | {"clip_norm": 0.3}
+_RELATIONS = {"step": "ranks", "forward": "split"}  # of `ddpforge prove`, by the method that is wrong
 _CURVES = ("lr", "train/loss", "train/grad_norm")
 
 
@@ -61,8 +62,8 @@ def trains_like_ddp(case: Case, worlds: MultiRankRuns) -> None:
     if drift is None:
         return
     simpler = [
-        (_PLAIN, "even without accumulation and clipping", "step"),
-        (_ACCUMULATES, "with accumulation, and not without", "forward"),
+        (_PLAIN, "even without accumulation and clipping", "step"),  # relation `ranks`
+        (_ACCUMULATES, "with accumulation, and not without", "forward"),  # relation `split`
     ]
     faults = {
         "step": f"{run.averages} are not averaged over ranks, or the initial weights differ between ranks",
@@ -73,13 +74,13 @@ def trains_like_ddp(case: Case, worlds: MultiRankRuns) -> None:
         variant = run if train == run.train else replace(run, name=f"{run.name}-{method}", train=train)
         if found := variant.drift(worlds):
             raise Breach(
-                "the training of DDP",
+                f"the training of DDP (relation `{_RELATIONS[method]}`)",
                 f"{found}, {when}: {faults[method]}",
                 where=_method(case, method),
                 hints=hints if (run.averages, method) == ("weights", "step") else (),
             )
     raise Breach(
-        "the training of DDP",
+        "the training of DDP (relation `clipping`)",
         f"{drift}, only with train.clip_norm: gradients are clipped by another norm than that of all",
         where=_method(case, "step"),
     )
@@ -99,7 +100,7 @@ def resumes_on_any_ranks(case: Case, worlds: MultiRankRuns) -> None:
         if drift:
             what = "the same number of" if ranks == run.ranks else f"{ranks} instead of {run.ranks}"
             raise Breach(
-                f"a resumed training equal to an uninterrupted one, on {what} ranks",
+                f"a resumed training equal to an uninterrupted one, on {what} ranks (relation `resume`)",
                 f"after a resume at step {_MIDDLE}, {drift_text(*drift)} (steps counted from there)",
                 where=_method(case, "load_state"),
                 hints=[
@@ -143,8 +144,14 @@ class _TrialRun:
         """Describes the first difference between the run and DDP; None if there is none."""
         key = "-".join(map(str, self.train.values()))
         ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, averages="gradients", start=None)
-        found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
-        return drift_text(*found) if found else None
+        mine, theirs = self.record(worlds), ddp.record(worlds)
+        found = first_drift(compare(mine, theirs, TOLERANCES["fp32"]))
+        if found is None:
+            return None
+        each = compare(mine, theirs, TOLERANCES["fp32"], [theirs])
+        worst = [one for quantity in each if quantity.name == "updates" for one in quantity.worst]
+        factors = ", ".join(f"`{one.name}` × {one.multiple:.4g}" for one in worst if one.multiple is not None)
+        return drift_text(*found) + (f"; changes of weights: {factors}" if factors else "")
 
     def broken(self, worlds: MultiRankRuns) -> bool:
         """True if the run failed, or differs from DDP."""
@@ -161,7 +168,7 @@ class _TrialRun:
     def checkpoint(self, worlds: MultiRankRuns) -> Path:
         """Returns the checkpoint in the middle of the run."""
         self.record(worlds)
-        found, _ = retention.committed(self._folder(worlds).checkpoints)
+        found, _ = committed(self._folder(worlds).checkpoints)
         return next(path for path, manifest in found if manifest.step == _MIDDLE)
 
     def _once(self, worlds: MultiRankRuns, what: str, action: Callable[[], Any]) -> Any:
@@ -202,7 +209,7 @@ class _TrialRun:
 
     def _read(self, worlds: MultiRankRuns) -> Record:
         folder = self._folder(worlds)
-        path, manifest = retention.committed(folder.checkpoints)[0][0]
+        path, manifest = committed(folder.checkpoints)[0][0]
         if manifest.world_size != self.ranks:
             raise Breach(f"a world of {self.ranks} ranks", f"one of {manifest.world_size}", where=self.case.where)
         checkpoint = CheckpointReader(path)
@@ -230,5 +237,5 @@ class _TrialRun:
             "train": {"collective_timeout": "60s", **self.train},
             "checkpoint": {"every": f"{_MIDDLE}st", "keep": {"last": 9}},
             "track": {"every": "1st"},
-            "callbacks": {_PROBE: {"use": "ddpforge.tools.parity.probe:Probe", "steps": _STEPS, "inherit": False}},
+            "callbacks": {_PROBE: {"use": "ddpforge.tools.parity.probe:probe", "steps": _STEPS, "inherit": False}},
         }

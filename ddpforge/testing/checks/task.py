@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.api import SingleRank, digest, take
+from ddpforge.api import SingleRank, digest, select, take
 from ddpforge.checkpoint.state import RankState, flatten
-from ddpforge.data.pytree import select
 from ddpforge.errors import PluginError
 from ddpforge.features.source_losses import has_loss_from_outputs
 from ddpforge.features.task_state import NAME, has_state

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 from ddpforge.api import (
+    PERTURBED,
     TOLERANCES,
+    VISIBLE,
+    Excess,
     Point,
     Problems,
     Quantity,
@@ -20,23 +24,27 @@ from ddpforge.api import (
     Tolerances,
     check,
     choose,
+    committed,
     compare,
     contract_of,
     first_drift,
     read_metrics,
     snapshot,
 )
-from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, SetupError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
 from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
+from ddpforge.recipe.schema import TrainSection
 from ddpforge.recipe.toml import toml_value
+from ddpforge.tools.parity.probe import GRADIENT
 from ddpforge.tools.parity.specs import Spec, parse, split
 
-__all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
+__all__ = ["ComparedRun", "ParityReport", "RunFailed", "StartRanks", "Verdict", "parity", "plan_run", "torchrun"]
 
+StartRanks = Callable[[Sequence[str], int, Path], int]
+"""Runs `ddpforge run ARGUMENTS` on a number of ranks, writes their output to the file, and returns the exit code."""
 _PROBE = "ddpforge_parity"  # the name of the callback
 _LINES = 40  # of the output of a failed run
 
@@ -101,6 +109,7 @@ class Verdict:
                     "tolerance": quantity.tolerance,
                     "largest": _finite(quantity.largest.difference),
                     "tensor": quantity.where,
+                    "worst": [_excess(one) for one in quantity.worst],
                     "points": [_point(point) for point in quantity.points],
                 }
                 for quantity in self.quantities
@@ -110,12 +119,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Result of a comparison; the first verdict is that of the reference."""
+    """Result of a comparison; the first verdict is that of the reference.
+
+    `tolerances` are the given ones. If rounding was measured, they are upper limits, and `measured` has
+    quantities with the tolerances that it gives.
+    """
 
     recipe: str
     precision: str
     tolerances: Tolerances
     verdicts: list[Verdict]
+    measured: Sequence[Quantity] = ()
 
     @property
     def same(self) -> bool:
@@ -135,6 +149,7 @@ class ParityReport:
             "same": self.same,
             "reference": self.verdicts[0].spec.text,
             "tolerances": asdict(self.tolerances),
+            "measured": {one.name: _finite(one.tolerance) for one in self.measured},
             "runs": [verdict.as_dict() for verdict in self.verdicts],
         }
 
@@ -152,12 +167,14 @@ def parity(
 ) -> ParityReport:
     """Trains `recipe` under each of `strategies`, from the initial state of the first; compares each with the first.
 
+    Rounding is measured by further runs of the first, from weights that differ by one unit in the last place.
+
     Args:
         strategies: texts as described in `specs`.
         ranks: number of ranks of strategies that do not set it.
         steps: number of steps of each run.
         out: folder for the folders of the runs; it must be empty.
-        tolerance: tolerance of the loss; the others are scaled in proportion.
+        tolerance: tolerance of the loss; the others are scaled in proportion, and no rounding is measured.
         say: receives messages about the progress.
 
     Raises:
@@ -167,34 +184,36 @@ def parity(
     """
     runs = _plan(recipe, split(strategies), ranks=ranks, steps=steps, out=out, sets=sets)
     precision = runs[0].loaded.recipe.train.precision
-    tolerances = TOLERANCES[precision] if tolerance is None else TOLERANCES[precision].scaled(tolerance)
+    tolerances = VISIBLE if tolerance is None else TOLERANCES[precision].scaled(tolerance)
+    nearby = [runs[0].perturbed(seed) for seed in range(1, 1 + PERTURBED)] if tolerance is None else []
     _make_empty(out)
-    variables = _variables(runs, say)
+    ranks_of = partial(torchrun, _variables(runs, say))
 
     failed: dict[str, RunFailed] = {}
-    for run in runs:
-        say(f"{run.spec.text}: training {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
+    for run in [*runs, *nearby]:
+        what = "training" if run in runs else "weights differ by one unit in the last place: training"
+        say(f"{run.spec.text}: {what} {steps} steps on {run.spec.ranks} rank{'s' * (run.spec.ranks > 1)}")
         try:
-            run.train(start=None if run is runs[0] else runs[0].start(), variables=variables)
+            run.train(start=None if run is runs[0] else runs[0].start(), ranks=ranks_of)
         except RunFailed as error:
-            if run is runs[0] or error.code == ExitCode.INTERRUPTED:
+            if run is runs[0] or run in nearby or error.code == ExitCode.INTERRUPTED:
                 raise
             say(f"{run.spec.text}: failed with exit code {error.code}")
             failed[run.name] = error
-    reference = runs[0].record()
+    reference, perturbed = runs[0].record(), [one.record() for one in nearby]
     verdicts = [Verdict(runs[0].spec, runs[0].name, reference.steps, [], reference.averages)]
     for run in runs[1:]:
         if run.name in failed:
             verdicts.append(Verdict(run.spec, run.name, 0, [], failed=failed[run.name]))
             continue
         record = run.record()
-        verdicts.append(
-            Verdict(run.spec, run.name, record.steps, compare(record, reference, tolerances), record.averages)
-        )
-    return ParityReport(recipe, precision, tolerances, verdicts)
+        found = compare(record, reference, tolerances, perturbed)
+        verdicts.append(Verdict(run.spec, run.name, record.steps, found, record.averages))
+    measured = compare(reference, reference, tolerances, perturbed) if perturbed else ()
+    return ParityReport(recipe, precision, tolerances, verdicts, measured)
 
 
-def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
+def _variables(runs: Sequence[ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
     """Returns environment variables that make all runs use the CPU, if there are too few GPUs for one of them."""
     from ddpforge.api import accelerators
 
@@ -203,6 +222,19 @@ def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapp
         return {}
     say(f"comparing on the CPU: {most} processes need {most} GPUs, but there {'are' if gpus > 1 else 'is'} {gpus}")
     return NO_GPUS
+
+
+def torchrun(
+    variables: Mapping[str, str], arguments: Sequence[str], ranks: int, output: Path, *, python: str | None = None
+) -> int:
+    """Runs `ddpforge run ARGUMENTS` under torchrun, with these environment variables; see StartRanks.
+
+    `python` is another interpreter, e.g. of an environment with another torch.
+    """
+    command = torchrun_command(arguments, nproc=ranks)
+    command[0] = python or command[0]
+    with output.open("wb") as file:
+        return process.launch(command, nproc=ranks, output=file, variables=variables)
 
 
 def _make_empty(folder: Path) -> None:
@@ -219,13 +251,17 @@ def _point(point: Point) -> dict[str, Any]:
     return {name: _finite(value) for name, value in asdict(point).items()}
 
 
+def _excess(one: Excess) -> dict[str, Any]:
+    return {name: value if isinstance(value, str) else _finite(value) for name, value in asdict(one).items()}
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------------------------------------- the runs
 @dataclass(frozen=True)
-class _ComparedRun:
+class ComparedRun:
     """One run of the comparison, the same as of `ddpforge launch RECIPE --set …`."""
 
     spec: Spec
@@ -245,51 +281,74 @@ class _ComparedRun:
         """Returns the folder of the run."""
         return RunFolder(self.out / self.name)
 
-    def train(self, *, start: Path | None, variables: Mapping[str, str]) -> None:
-        """Trains the run from the checkpoint `start`, if given, with these environment variables; raises RunFailed."""
+    def changed(self, name: str, sets: Sequence[str] = ()) -> ComparedRun:
+        """Returns a run of another name with further settings."""
+        sets = [*self.sets, f"name={toml_value(name)}", *sets]
+        return replace(self, sets=sets, loaded=load_recipe(self.recipe, sets=sets))
+
+    def perturbed(self, seed: int) -> ComparedRun:
+        """Returns a run that differs only by one unit in the last place of the weights."""
+        train, key = self.loaded.recipe.train, f"callbacks.{_PROBE}"
+        # TF32 has as many bits as float16. On a CPU it is not used: the measured differences are then too large.
+        low = {"bf16": "bfloat16", "fp16": "float16"}.get(train.precision, "float16" if _uses_tf32(train) else "")
+        sets = [f"{key}.perturbed={seed}", *([f"{key}.dtype={toml_value(low)}"] if low else [])]
+        return self.changed(f"perturbed-{seed}", sets)
+
+    def train(self, *, start: Path | None, ranks: StartRanks, allow: Sequence[str] = ()) -> None:
+        """Trains the run from the checkpoint `start`, if given; raises RunFailed.
+
+        `allow` are further keys that may differ from the run of the checkpoint.
+        """
         if start:
             self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
-        arguments += ["--allow-change=run"] if start else []  # all runs begin with the weights of the first
-        command = torchrun_command(arguments, nproc=self.spec.ranks)
+        # All runs begin with the weights of the first.
+        arguments += [f"--allow-change={key}" for key in ("run", *allow)] if start else []
         output = self.out / f"{self.name}.log"
-        with output.open("wb") as file:
-            code = process.launch(command, nproc=self.spec.ranks, output=file, variables=variables)
+        code = ranks(arguments, self.spec.ranks, output)
         if code:
             raise RunFailed(self.spec, code, output.read_text(errors="replace"))
 
     def start(self) -> Path:
         """Returns the checkpoint before the first step."""
-        found, _ = retention.committed(self.folder.checkpoints)
+        found, _ = committed(self.folder.checkpoints)
         return next(path for path, manifest in found if manifest.step == 0)
 
     def record(self) -> Record:
         """Reads the record of the finished run."""
         from ddpforge.api import CheckpointReader
 
-        checkpoint = CheckpointReader(retention.committed(self.folder.checkpoints)[0][0][0])
+        checkpoint = CheckpointReader(committed(self.folder.checkpoints)[0][0][0])
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
-        initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
-        return Record(read_metrics(self.folder.path), initial, final, self.averages)
+        kept = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
+        initial = {name: one for name, one in kept.items() if not name.startswith(GRADIENT)}
+        gradients = {name.removeprefix(GRADIENT): one for name, one in kept.items() if name not in initial}
+        return Record(read_metrics(self.folder.path), initial, final, self.averages, gradients)
+
+
+def _uses_tf32(train: TrainSection) -> bool:
+    from ddpforge.api import accelerators
+
+    return train.tf32 and train.device != "cpu" and bool(accelerators())
 
 
 def _plan(
     recipe: str, strategies: Sequence[str], *, ranks: int, steps: int, out: Path, sets: Sequence[str]
-) -> list[_ComparedRun]:
+) -> list[ComparedRun]:
     """Returns the runs, checked as far as possible without starting them."""
     if len(strategies) < 2:
         raise UsageError("there is nothing to compare with", hints=["name several strategies: --strategies ddp,fsdp"])
     registry = Registry.installed()
-    runs: list[_ComparedRun] = []
+    runs: list[ComparedRun] = []
     problems: dict[Diagnostic, None] = {}  # without repetition: a problem of the recipe occurs under every strategy
     for number, text in enumerate(strategies, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
         name = f"{number}-{label}"[:100]
         try:
             spec = parse(text, registry, ranks=ranks)
-            runs.append(_compared_run(recipe, [*sets, *spec.sets], spec, registry, name=name, steps=steps, out=out))
+            runs.append(plan_run(recipe, [*sets, *spec.sets], spec, registry, name=name, steps=steps, out=out))
         except RecipeError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
@@ -297,9 +356,9 @@ def _plan(
     return runs
 
 
-def _compared_run(
+def plan_run(
     recipe: str, sets: Sequence[str], spec: Spec, registry: Registry, *, name: str, steps: int, out: Path
-) -> _ComparedRun:
+) -> ComparedRun:
     """Returns the run of a recipe under a strategy; raises RecipeError if it cannot work."""
     try:
         overrides = [*sets, *_overrides(load_recipe(recipe, sets=sets, registry=registry), name, steps)]
@@ -310,7 +369,10 @@ def _compared_run(
         problems.raise_if_any()
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error
-    return _ComparedRun(spec, recipe, overrides, loaded, out, contract_of(chosen.strategy).averages)
+    contract = contract_of(chosen.strategy)
+    if contract.reads_gradients:
+        overrides.append(f"callbacks.{_PROBE}.gradients=true")
+    return ComparedRun(spec, recipe, overrides, loaded, out, contract.averages)
 
 
 def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
@@ -320,11 +382,11 @@ def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
         f"name={toml_value(name)}",
         "track.every=1st",
         *(f"track.{toml_value(tracker)}.use=ddpforge.interfaces:Tracker" for tracker in loaded.recipe.track.trackers),
-        *([f"train.eval_every={steps}st"] if loaded.recipe.data.eval else []),
+        *(["train.eval_by=run", f"train.eval_every={steps}st"] if loaded.recipe.data.eval else []),
         "checkpoint.at_start=true",
         f"checkpoint.every={steps}st",
         "checkpoint.keep.last=2",
-        f"{key}.use=ddpforge.tools.parity.probe:Probe",
+        f"{key}.use=ddpforge.tools.parity.probe:probe",
         f"{key}.steps={steps}",
         f"{key}.inherit={toml_value(loaded.recipe.checkpoint.init_from is not None)}",
     ]

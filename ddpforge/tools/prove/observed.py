@@ -1,97 +1,105 @@
-"""Program that runs a training script unmodified in this process, under one change, and writes its first gradients.
+"""Program that runs training scripts unmodified, each in a forked process and under one change, and observes them.
 
-    python -m ddpforge.tools.prove.observed FOLDER STEPS CHANGE SCRIPT [ARGUMENT...]
+    python -m ddpforge.tools.prove.observed SCRIPT
 
-CHANGE is JSON, see `ScriptChange`. The program replaces functions of torch in this process, which trains nothing else,
-and ends it after STEPS optimizer steps. Dropout is off, and BatchNorm uses its running statistics: both depend on the
-composition of a forward pass by design. Each rank writes `steps-RANK.json`: losses, and fingerprints of the samples;
-rank 0 also writes `gradients-STEP.safetensors` for each step.
+It reads a line of JSON for each run from its input, see `Order`, and writes a line with the run's number and exit code
+when it has ended. Large libraries are imported once. The forked process replaces functions of torch, trains nothing
+else, and ends after some optimizer steps. Each rank writes `steps-RANK.json`; rank 0 also writes
+`gradients-STEP.safetensors` for each step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import select
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpforge.api import resolution_of
+from ddpforge.tools.prove.changes import (
+    BEGINS,
+    Counts,
+    ScriptChange,
+    change_process,
+    change_torch,
+    imported,
+    keeps_updates,
+    reseed,
+    trainer_of,
+)
+from ddpforge.tools.script_comparison.record import norms_of_changes
 from ddpforge.tools.script_comparison.recorder import run_script, unwrapped, watch_calls, watch_losses
 
-__all__ = ["Observer", "ScriptChange", "main"]
+__all__ = ["Observer", "Order", "main"]
 
 _MOST = 1 << 16  # elements of a parameter's gradient that are kept, evenly spaced
 
 
 @dataclass(frozen=True)
-class ScriptChange:
-    """ScriptChange of a script's run whose result is known.
+class Order:
+    """Run of a script: `steps` optimizer steps under a change, on several ranks with torchrun's variables."""
 
-    Attributes:
-        order: Reverse the samples of each batch.
-        doubled: Give each sample of a batch twice.
-        workers: Number of loader processes.
-        split: Divide batches by this number, and accumulate over this number of times more of them.
-        divide: Divide the batch of a process by this number, because this number of processes train.
-        rounding: ScriptChange each weight by one unit in the last place before the first step.
-        batches: Batch sizes of the unchanged run, in the order in which they were set: a script may divide by itself.
-    """
-
-    order: bool = False
-    doubled: bool = False
-    workers: int | None = None
-    split: int = 1
-    divide: int = 1
-    rounding: bool = False
-    batches: Sequence[int] = ()
-
-    def part_of(self, size: int, place: int) -> int:
-        """Returns the size for the `place`-th batch that the script sets to `size`; ends the process if it has none."""
-        parts = self.split * self.divide
-        if place < len(self.batches) and size * self.divide == self.batches[place] != size:
-            parts = self.split  # the script has divided by the number of ranks
-        if size % parts:
-            raise SystemExit(f"prove: a batch of {size} cannot be divided by {parts}")
-        return size // parts
+    number: int
+    folder: str
+    steps: int
+    change: Mapping[str, Any]
+    arguments: Sequence[str]
+    ranks: int = 1
+    port: int = 0  # 0: no variables of torchrun
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Observer:
     """Observer of a script in this process."""
 
-    def __init__(self, folder: Path, most: int, change: ScriptChange) -> None:
+    def __init__(self, folder: Path, most: int, change: ScriptChange, counts: Counts) -> None:
         self._folder, self._most, self._change = folder, most, change
         self._modules: dict[int, nn.Module] = {}  # called with gradients, and not from within another module
-        self._losses: list[float] = []
         self._rows: list[dict[str, Any]] = []
         self._first: Optimizer | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-        self._samples: list[str] = []  # of the step
         self._batches: list[int] = []
-        self._loaders = 0
+        self.counts = counts
+        self._low = ""
+        self._norm = 0.0
+        self._before: dict[int, Tensor] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins to collect a step."""
+        self._losses: list[float] = []
+        self._samples: list[str] = []
+        self._modes: list[str] = []
+        self._unclipped: dict[int, Tensor] = {}  # gradients before they were clipped, by the parameter's id
 
     def install(self, script: str) -> None:
         """Begins to observe and to change this process; `script` is the text of the script."""
-        watch_calls(self._record_inputs)
+        BEGINS.append(self._begin)
+        watch_calls(self._record_inputs, self._record_evaluation)
+        register_module_forward_pre_hook(self._record_autocast)
         watch_losses(lambda loss: self._losses.append(loss))
-        self._watch_loaders(uses_arguments=self._change_trainers(script))
-        _without_dropout()
+        change_process(self._change, script, self._batches, self.counts, self._before_clipping)
+        register_optimizer_step_pre_hook(self._before_step)
         # After the step, because a closure of the step may compute the gradients.
         register_optimizer_step_post_hook(self._after_step)
 
     def finish(self) -> None:
-        """Writes the losses of all steps."""
-        found = {"steps": self._rows, "batches": self._batches, "loaders": self._loaders}
+        """Writes the numbers of all steps."""
+        found = {"steps": self._rows, "batches": self._batches, "counts": asdict(self.counts), "dtype": self._low}
         (self._folder / f"steps-{self._rank}.json").write_text(json.dumps(found))
 
     def _end(self) -> None:
@@ -101,98 +109,117 @@ class Observer:
         sys.stderr.flush()
         os._exit(0)
 
+    # ------------------------------------------------------------------------------------------ forward passes
     def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not any(one.requires_grad for one in module.parameters()):
             return
         if id(module) not in self._modules:
+            self._prepare(module)
             self._modules[id(module)] = module
-            if self._change.rounding:
-                _perturb(module)
         self._samples += _fingerprints(args, kwargs)
+        self._modes += [name or "the model" for name, one in module.named_modules() if not one.training][:1]
 
-    def _watch_loaders(self, *, uses_arguments: bool) -> None:
-        """Changes the loaders of training; with `uses_arguments`, the trainer's arguments set their batch."""
-        build, change = DataLoader.__init__, self._change
+    def _record_evaluation(self) -> None:
+        self.counts.evaluated += 1
 
-        def watched(loader: DataLoader[Any], dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
-            self._loaders += 1
-            if isinstance(batch_size, int) and not uses_arguments and kwargs.get("batch_sampler") is None:
-                self._batches.append(batch_size)
-                batch_size = change.part_of(batch_size, len(self._batches) - 1)
-            if change.workers is not None:
-                args = args[:3]  # up to batch_sampler; the next one is num_workers
-                kwargs |= {"num_workers": change.workers, "persistent_workers": False, "prefetch_factor": None}
-                kwargs.pop("multiprocessing_context", None)
-            build(loader, dataset, batch_size, *args, **kwargs)
-            if change.order or change.doubled:
-                _wrap_collate(loader, change)
+    def _prepare(self, module: nn.Module) -> None:
+        """Changes a module before its first forward pass."""
+        if self._change.reseed and not self._modules:
+            reseed()
+            self.counts.reseeded += 1
+        if self._change.compile:
+            unwrapped(module).compile(backend="aot_eager", dynamic=False)  # traced; its kernels are torch's own
+            self.counts.compiled += 1
 
-        DataLoader.__init__ = watched  # type: ignore[method-assign,assignment]
+    def _record_autocast(self, module: nn.Module, inputs: Any) -> None:
+        """Records the dtype in which the model computes, if that is not the dtype of its weights."""
+        for device in {one.device.type for one in module.parameters(recurse=False)} if not self._low else ():
+            if torch.is_autocast_enabled(device):
+                self._low = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
-    def _change_trainers(self, script: str) -> bool:
-        """Changes arguments of trainers that accumulate by themselves; returns True if these set the batch."""
-        if "transformers" in script or "trl" in script:
-            with suppress(ImportError):
-                from transformers import TrainingArguments
+    # ------------------------------------------------------------------------------------------ steps
+    def _before_clipping(self) -> None:
+        """Keeps the gradients: after clipping, all have the same norm, whatever they were multiplied by."""
+        scale, with_gradient = self._change.scale, [one for _, one in self._named() if one.grad is not None]
+        self._unclipped = {id(one): _sample(one.grad / scale) for one in with_gradient if one.grad is not None}
+        self._norm = _norm(one.grad for one in with_gradient) / scale
 
-                _before(TrainingArguments, "__post_init__", self._split_arguments)
-                return True
-        if self._change.split > 1 and "lightning" in script:
-            for module in ("lightning.pytorch", "pytorch_lightning"):
-                with suppress(ImportError):
-                    trainer = __import__(module, fromlist=["Trainer"]).Trainer
-                    _more_accumulation(trainer, "accumulate_grad_batches", self._change.split)
-        elif self._change.split > 1 and "Accelerator" in script:
-            accelerator = __import__("accelerate").Accelerator
-            _more_accumulation(accelerator, "gradient_accumulation_steps", self._change.split)
-        return False
-
-    def _split_arguments(self, arguments: Any) -> None:
-        self._batches.append(arguments.per_device_train_batch_size)
-        size = self._change.part_of(arguments.per_device_train_batch_size, len(self._batches) - 1)
-        arguments.per_device_train_batch_size = size
-        arguments.gradient_accumulation_steps *= self._change.split
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._first = self._first or optimizer
+        if optimizer is self._first:
+            # By id: the names are known after the first forward pass, which the closure of a step may make.
+            trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
+            self._before = {id(one): one.detach().clone() for one in trained}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._first = self._first or optimizer
         if optimizer is not self._first:
             return
+        trained = self._trained(optimizer)
+        before = {name: self._before[id(one)] for name, one in trained.items() if id(one) in self._before}
+        updates, scale = norms_of_changes(before, trained), self._change.scale
+        row = {
+            "losses": [one / scale for one in self._losses],
+            "samples": self._samples,
+            "norm": self._norm if self._unclipped else _norm(one.grad for one in trained.values()) / scale,
+            "updates": updates if scale == 1 or keeps_updates(optimizer) else {},
+            "resolution": resolution_of(before, updates),
+            "modes": self._modes,
+        }
+        self._rows.append(row)
         if not self._rank:
-            self._write_gradients(optimizer)
-        self._rows.append({"losses": self._losses, "samples": self._samples})
-        self._losses, self._samples = [], []
-        if len(self._rows) == self._most:
+            found = {
+                name: self._unclipped[id(one)] if id(one) in self._unclipped else _sample(one.grad / scale)
+                for name, one in trained.items()
+                if one.grad is not None
+            }
+            save_file(found, self._folder / f"gradients-{len(self._rows)}.safetensors")
+        self._begin()
+        if len(self._rows) == self._most or (scale != 1 and not keeps_updates(optimizer)):
             self._end()
 
-    def _write_gradients(self, optimizer: Optimizer) -> None:
-        names = dict(self._names())
-        gradients = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for place, one in enumerate(group["params"]):
-                if one.grad is not None:
-                    gradients[names.get(id(one), f"group {number}, parameter {place}")] = _sample(one.grad)
-        save_file(gradients, self._folder / f"gradients-{len(self._rows) + 1}.safetensors")
+    def _trained(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the parameters of an optimizer by their names in the model."""
+        names = {id(one): name for name, one in self._named()}
+        return {
+            names.get(id(one), f"group {number}, parameter {place}"): one
+            for number, group in enumerate(optimizer.param_groups)
+            for place, one in enumerate(group["params"])
+            if one.requires_grad
+        }
 
-    def _names(self) -> Iterator[tuple[int, str]]:
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self._modules.values():
-            for name, one in unwrapped(module).named_parameters():
-                yield id(one), name
+            yield from unwrapped(module).named_parameters()
+
+
+def _norm(gradients: Iterator[Tensor | None]) -> float:
+    return math.hypot(*(float(one.double().norm()) for one in gradients if one is not None))
 
 
 def _fingerprints(args: Any, kwargs: Any) -> list[str]:
-    """Returns one text for each row of the first tensor: of tokens, without what fills both ends."""
+    """Returns one text for each row of the first tensor: of tokens, without padding."""
     first = next((one for one in _tensors((args, kwargs)) if one.dim()), None)
     if first is None:
         return []
+    mask = kwargs.get("attention_mask")
+    masked = isinstance(mask, Tensor) and mask.shape == first.shape
     rows = []
-    for row in first.detach().cpu():
-        if row.dim() == 1 and not row.is_floating_point() and len(row) > 1:
-            kept = (row != row[-1]).nonzero()
-            row = row[: int(kept[-1]) + 1] if len(kept) else row[:1]
-            kept = (row != row[0]).nonzero()
-            row = row[int(kept[0]) :] if len(kept) else row[:1]
-        rows.append(hashlib.blake2b(row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16])
+    for number, row in enumerate(first.detach().cpu()):
+        if masked:
+            row = row[mask[number].detach().cpu().bool()]
+        elif row.dim() == 1 and not row.is_floating_point() and len(row) > 1:
+            row = _without_ends(row)
+        data = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        rows.append(hashlib.blake2b(data).hexdigest()[:16])
     return rows
+
+
+def _without_ends(row: Tensor) -> Tensor:
+    """Returns tokens without padding at both ends."""
+    kept = (row != row[-1]).nonzero()
+    row = row[: int(kept[-1]) + 1] if len(kept) else row[:1]
+    kept = (row != row[0]).nonzero()
+    return row[int(kept[0]) :] if len(kept) else row[:1]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -208,84 +235,106 @@ def _sample(gradient: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _MOST)].contiguous().clone()
 
 
-def _perturb(module: nn.Module) -> None:
-    """Changes each weight by one unit in the last place of the dtype in which the module computes."""
-    generator = torch.Generator().manual_seed(0)
-    device = next((one.device.type for one in module.parameters()), "cpu")
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    with torch.no_grad():
-        for one in module.parameters():
-            if one.requires_grad and one.is_floating_point():
-                signs = torch.randint(0, 2, one.shape, generator=generator).mul(2).sub(1).to(one)
-                one.add_(one * signs * torch.finfo(low or one.dtype).eps)
+# ---------------------------------------------------------------------------------------------- forked runs
+def _import_libraries(script: str) -> None:
+    """Imports libraries of the script that take seconds."""
+    packages = imported(script)
+    names = ("transformers", "trl", "lightning", "lightning.pytorch", "accelerate", "datasets")
+    known = ["torch._dynamo", *(name for name in names if name.partition(".")[0] in packages)]
+    for name in known:
+        with suppress(Exception):
+            __import__(name)
+    if "ddpforge" in packages:
+        for name in ("app.run", "tools.trials.ephemeral_run", "tools.parity.probe", "strategies.ddp_replica"):
+            with suppress(Exception):
+                __import__(f"ddpforge.{name}")
+    if trainer_of(script) == "transformers":
+        # The Trainer imports the others, if they are installed. DeepSpeed may not touch a GPU in a process that forks.
+        for name in ("transformers.trainer", "mlflow", *(["deepspeed"] if "ACCELERATE_USE_CPU" in os.environ else [])):
+            with suppress(Exception):
+                __import__(name)
+    if "trl" in packages:
+        with suppress(Exception):
+            trl = __import__("trl")
+            _ = [getattr(trl, name) for name in trl.__all__ if name in script]  # trl imports names on first use
 
 
-def _wrap_collate(loader: DataLoader[Any], change: ScriptChange) -> None:
-    collate = loader.collate_fn
-    # Samples without batches are not collated; a trainer may build a loader again, from one that is changed already.
-    if (loader.batch_size is None and loader.batch_sampler is None) or hasattr(collate, "changed_by_prove"):
-        return
-
-    def changed(samples: Any) -> Any:
-        samples = list(samples)
-        if change.order:
-            samples.reverse()
-        return collate(samples + samples if change.doubled else samples)
-
-    changed.changed_by_prove = True  # type: ignore[attr-defined]
-    loader.collate_fn = changed
-
-
-def _without_dropout() -> None:
-    function = torch.nn.functional
-    attention, normalize = function.scaled_dot_product_attention, function.batch_norm
-
-    def kept(inputs: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return inputs
-
-    def attended(*args: Any, **kwargs: Any) -> Tensor:
-        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return attention(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
-
-    def normalized(
-        inputs: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *rest: Any, **more: Any
-    ) -> Any:
-        training = rest[0] if rest else more.pop("training", False)
-        return normalize(inputs, mean, variance, weight, bias, bool(training and mean is None), *rest[1:], **more)
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(function, name, kept)
-    function.scaled_dot_product_attention = attended
-    function.batch_norm = normalized  # type: ignore[assignment]
-
-
-def _before(kind: type, method: str, action: Callable[[Any], None]) -> None:
-    original = getattr(kind, method)
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        action(self)
-        return original(self, *args, **kwargs)
-
-    setattr(kind, method, changed)
-
-
-def _more_accumulation(kind: type, argument: str, times: int) -> None:
-    original = kind.__init__  # type: ignore[misc]
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs[argument] = (kwargs.get(argument) or 1) * times
-        original(self, *args, **kwargs)
-
-    kind.__init__ = changed  # type: ignore[misc]
-
-
-def main(folder: str, steps: str, change: str, script: str, *arguments: str) -> None:
-    """Runs a script under a change, and observes it until it ends, or has made `steps` steps."""
-    observer = Observer(Path(folder), int(steps), ScriptChange(**json.loads(change)))
+def _observe(order: Order, script: str, rank: int, counts: Counts) -> None:
+    """Runs the script in this forked process."""
+    folder = Path(order.folder)
+    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(order.variables)
+    if order.port:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
+        world = {"WORLD_SIZE": order.ranks, "LOCAL_WORLD_SIZE": order.ranks, "MASTER_PORT": order.port}
+        os.environ.update({name: str(value) for name, value in {**place, **world}.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="prove")
+    observer = Observer(folder, order.steps, ScriptChange(**order.change), counts)
     observer.install(Path(script).read_text(encoding="utf-8"))
-    run_script(script, *arguments)
+    run_script(script, *order.arguments)
     observer.finish()
 
 
+def _forked(order: Order, script: str, rank: int, counts: Counts) -> int:
+    """Returns the process id of a forked run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        _observe(order, script, rank, counts)
+        code = 0
+    except SystemExit as error:
+        if error.code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def main(script: str) -> None:
+    """Serves runs of a script, until its input ends and all runs have ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print when they are imported
+    counts = Counts()  # of each forked process by itself
+    change_torch(counts)
+    _import_libraries(Path(script).read_text(encoding="utf-8"))
+    running: dict[int, int] = {}  # the number of a run by its processes
+    codes: dict[int, int] = {}
+    begun, open_input, rest = dict[int, int](), True, b""
+    while open_input or running:
+        if open_input and select.select([0], [], [], 0.02 if running else None)[0]:
+            data = os.read(0, 1 << 16)
+            open_input = bool(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                order = Order(**json.loads(line))
+                begun[order.number] = order.ranks
+                running |= {_forked(order, script, rank, counts): order.number for rank in range(order.ranks)}
+        while running:
+            process, status = os.waitpid(-1, os.WNOHANG if open_input else 0)
+            if not process:
+                break
+            if (number := running.pop(process, None)) is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            codes[number] = codes.get(number) or code
+            if code:  # the other ranks would wait for it
+                for other in [one for one, its in running.items() if its == number]:
+                    os.kill(other, 9)
+            if number not in running.values():
+                answers.write(json.dumps([number, codes.pop(number)]) + "\n")
+                answers.flush()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Runs a script under changes whose result is known, compares the gradients, and names the relations that do not hold.
+"""Tries changes whose result is known, compares the gradients, and names the relations that do not hold.
 
 No oracle is needed: the same samples in another order, in smaller micro-batches or on more ranks have the same
 gradient. The measure of rounding is the difference that one unit in the last place of the weights makes, in this model
@@ -7,116 +7,69 @@ and dtype.
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Protocol
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
+from ddpforge.api import PERTURBED, UPDATES, Rounding, Values, apart, excesses
 from ddpforge.errors import UsageError
-from ddpforge.tools.prove.observed import ScriptChange
-from ddpforge.tools.script_comparison.compare import run_alone
+from ddpforge.machine import usable_cores
+from ddpforge.tools.prove.certificate import Broken, Certificate, Relation
+from ddpforge.tools.prove.changes import ScriptChange
+from ddpforge.tools.prove.meaning import meaning
+from ddpforge.tools.prove.runs import Observed, Options, ScriptRuns
 
-__all__ = ["Broken", "Certificate", "Relation", "prove"]
+__all__ = ["SCALE", "Runs", "Tried", "middle", "prove", "try_relations"]
 
-_TIMES_ROUNDING = 100.0  # a difference up to this many times that of one unit in the last place is rounding
-_LEAST = 1e-6  # relative differences up to this are rounding, whatever the measured one
-_SMALL = 1e-3  # gradients below this share of the largest are compared relative to that share
-_OUTPUT = 12  # lines of a failed script to show
-_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SCALE = 4.0  # a power of two: products are exact
+_BY_SAMPLES = ("order", "doubled", "padding", "workers", "split", "ranks")
 
 
 @dataclass(frozen=True)
-class Broken:
-    """First step at which a relation does not hold.
+class Tried:
+    """Relation to try.
 
     Attributes:
-        parameter: The parameter whose gradient differs most.
-        difference: Of this gradient, relative to its norm.
-        factor: By which the gradient is multiplied; None if it is not a multiple.
-        worst: Factors of the five parameters that differ most.
-        loss: Of the script and under the change, the mean over the backward passes of the step.
+        base: Change of the run to compare with; None for the unchanged run.
+        equal_loss: The sum of the losses of a step must be the same, too.
+        why: Reason why it cannot be tried; empty if it can.
+        more: Further arguments of the script.
     """
 
-    step: int
-    parameter: str
-    difference: float
-    factor: float | None
-    worst: Mapping[str, float | None]
-    loss: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """Relation and its result: "holds", "broken" or "not tried"."""
-
-    name: str
-    about: str
-    result: str
-    why: str = ""
-    difference: float = 0.0  # the largest one
-    allowed: float = 0.0  # at the same step
-    broken: Broken | None = None
-    meaning: str = ""
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Results of all relations for one script."""
-
-    script: str
-    steps: int
-    rounding: float  # largest difference that one unit in the last place of the weights makes
-    relations: Sequence[Relation] = field(default_factory=list)
-
-    @property
-    def broken(self) -> list[Relation]:
-        """Returns the relations that do not hold."""
-        return [one for one in self.relations if one.result == "broken"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the certificate for JSON."""
-        return asdict(self) | {"proved": not self.broken and any(one.result == "holds" for one in self.relations)}
-
-    def lines(self) -> Iterator[str]:
-        """Yields the certificate as lines of text."""
-        yield f"{'relation':<12}  {'result':<9}  {'difference':>10}  {'allowed':>8}"
-        for one in self.relations:
-            numbers = "" if one.result == "not tried" else f"{one.difference:>10.1e}  {one.allowed:>8.1e}"
-            yield f"{one.name:<12}  {one.result:<9}  {numbers or one.why}"
-        for one in self.broken:
-            assert one.broken is not None
-            found = one.broken
-            factor = f" × {found.factor:.4g}" if found.factor is not None else f" differs by {found.difference:.1e}"
-            yield ""
-            yield f"{one.name}: {one.about}"
-            loss = f"loss {found.loss[0]:.6g}, {found.loss[1]:.6g}"
-            yield f"  step {found.step}: the gradient of `{found.parameter}`{factor}; {loss}"
-            others = [f"{name} × {value:.4g}" for name, value in list(found.worst.items())[1:] if value is not None]
-            if others:
-                yield f"  also: {', '.join(others)}"
-            if one.meaning:
-                yield f"  {one.meaning}"
-        yield ""
-        tried = [one for one in self.relations if one.result != "not tried"]
-        held = len(tried) - len(self.broken)
-        yield f"{held} of {len(tried)} relations hold over {self.steps} steps of {self.script}"
-
-
-@dataclass(frozen=True)
-class _Tried:
     name: str
     about: str
     change: ScriptChange
     ranks: int = 1
+    base: ScriptChange | None = None
+    equal_loss: bool = True
+    why: str = ""
+    more: Sequence[str] = ()
+
+
+class Runs(Protocol):
+    """Runs of a script or of a recipe under changes."""
+
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the script or the recipe."""
+
+    def relations(self, ranks: int) -> Iterator[Tried]:
+        """Yields the relations; one that cannot be tried has a reason."""
+
+    def run(
+        self, change: ScriptChange, *, ranks: int = 1, steps: int | None = None, more: Sequence[str] = ()
+    ) -> Observed:
+        """Runs under a change; raises UsageError if it fails."""
+
+    def resumed(self, at: int) -> Observed:
+        """Runs `at` steps, stops, and returns the steps after a resume; raises UsageError if it fails."""
 
 
 def prove(
@@ -125,260 +78,311 @@ def prove(
     *,
     steps: int = 3,
     ranks: int = 2,
-    batch: str = "",
-    accumulate: str = "",
-    samples: int = 8,
-    torchrun: bool = False,
+    skip: Sequence[str] = (),
+    options: Options | None = None,
 ) -> Certificate:
-    """Tries all relations on a script.
+    """Tries all relations on a script, which runs unmodified, with `arguments`, several times for `steps` steps.
 
-    Args:
-        script: runs unmodified, with `arguments`, several times for `steps` optimizer steps each.
-        ranks: the number of processes for the relation of ranks; 1 leaves it out.
-        batch: option of the script that sets the samples of a micro-batch, with "{}" for their number: "--bs {}".
-        accumulate: option that sets the number of micro-batches in a step: "--ga {}".
-        samples: the samples of a step, if `batch` is given.
-        torchrun: starts the script by torchrun with one process too, as scripts that join ranks need.
+    `ranks` is the largest number of processes; 1 leaves them out. Relations in `skip` are left out.
 
     Raises UsageError if the script fails, or if its own repetition differs.
     """
     if not script.is_file():
         raise UsageError(f"there is no script {script}", hints=["give the path of a Python file"])
-    text = script.read_text(encoding="utf-8")
-    joins = torchrun or any(word in text for word in ("init_process_group", "LOCAL_RANK"))
-    with TemporaryDirectory(prefix="ddpforge-prove-") as name:
-        runs = _Runs(script, arguments, Path(name), steps, batch, accumulate, samples, joins)
-        reference = runs.run(ScriptChange())
-        again, rounded = runs.run(ScriptChange()), runs.run(ScriptChange(rounding=True))
-        rounding = [_difference(one, other) for one, other in zip(reference.gradients, rounded.gradients, strict=False)]
-        allowed = [max(_LEAST, _TIMES_ROUNDING * one) for one in rounding]
-        found = [_judged(_Tried("again", "The same command again.", ScriptChange()), reference, again, allowed)]
-        if found[0].result == "broken":
+    with TemporaryDirectory(prefix="ddpforge-prove-") as name, ExitStack() as life:
+        runs = life.enter_context(_OfScript(script, arguments, Path(name), steps, options or Options()))
+        return try_relations(runs, ranks=ranks, skip=skip)
+
+
+def try_relations(runs: Runs, *, ranks: int, skip: Sequence[str] = ()) -> Certificate:
+    """Tries all relations that apply; raises UsageError if the unchanged runs fail, or differ from each other."""
+    wanted = [one for one in runs.relations(ranks) if one.name not in skip]
+    if unknown := set(skip) - {one.name for one in runs.relations(ranks)}:
+        names = ", ".join(one.name for one in wanted)
+        raise UsageError(f"there is no relation `{min(unknown)}` to skip", hints=[f"relations: {names}"])
+    reference = runs.run(ScriptChange())
+    with ThreadPoolExecutor(max(2, usable_cores())) as pool:
+        change = ScriptChange(batches=reference.batches, dtype=reference.dtype)
+        again = pool.submit(runs.run, change)
+        near = [pool.submit(runs.run, replace(change, perturbed=seed)) for seed in range(1, 1 + PERTURBED)]
+        tried = [(one, pool.submit(_both, runs, one, reference)) for one in wanted]
+        limits = RelationLimits.measured(reference, [one.result() for one in near])
+        found = [judged(Tried("again", "The same command again.", change), reference, again.result(), limits)]
+        if found[0].broken:
             raise UsageError(
-                f"two runs of {script} differ: {found[0].difference:.1e} at step {found[0].broken.step}",  # type: ignore[union-attr]
+                f"two runs of {runs.name} differ: {found[0].broken.quantity} at step {found[0].broken.step}",
                 hints=["seed it: torch.manual_seed(0), or the trainer's option", "the relations need equal samples"],
             )
-        for one in _relations(ranks):
-            why = runs.obstacle(one, text)
-            if why:
-                found.append(Relation(one.name, one.about, "not tried", why))
-                continue
-            try:
-                base, changed = _both(runs, one, reference)
-            except UsageError as error:  # the script alone runs: it fails under this change
-                found.append(Relation(one.name, one.about, "not tried", error.message.splitlines()[-1].strip()))
-                continue
-            if why := _without_effect(one, base, changed):
-                found.append(Relation(one.name, one.about, "not tried", why))
-            else:
-                found.append(_judged(one, base, changed, allowed))
-    return Certificate(str(script), len(reference.gradients), max(rounding, default=0.0), found)
+        for one, pair in tried:
+            found.append(_tried(one, pair.result, limits))
+    found = _without_random(found)
+    rounding = max((max(row.values(), default=0.0) for row in limits.gradients.spread), default=0.0)
+    return Certificate(runs.name, len(reference.gradients), rounding, reference.dtype, found)
 
 
-def _both(runs: _Runs, one: _Tried, reference: _Run) -> tuple[_Run, _Run]:
+def _tried(one: Tried, pair: Callable[[], tuple[Observed, Observed]], limits: RelationLimits) -> Relation:
+    if one.why:
+        return Relation(one.name, one.about, "not tried", one.why)
+    try:
+        base, changed = pair()
+    except UsageError as error:  # the script alone runs: it fails under this change
+        return Relation(one.name, one.about, "not tried", _last_error(error.message))
+    if why := without_effect(one, base, changed):
+        return Relation(one.name, one.about, "not tried", why)
+    return judged(one, base, changed, limits)
+
+
+def _last_error(text: str) -> str:
+    """Returns the last line that names an exception, or else the last line."""
+    lines = [line.strip() for line in text.splitlines()]
+    return next(
+        (line for line in reversed(lines) if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)), lines[-1]
+    )
+
+
+def _both(runs: Runs, one: Tried, reference: Observed) -> tuple[Observed, Observed]:
     """Returns a run and one under the change, which the relation compares."""
-    changed = runs.run(replace(one.change, batches=reference.batches), one.ranks)
-    if one.ranks == 1 or sorted(reference.samples[0]) == sorted(changed.samples[0]):
+    if one.why:
+        return reference, reference
+    if one.name == "resume":
+        return reference, runs.resumed(middle(runs.steps))
+    change = replace(one.change, batches=reference.batches)
+    changed = runs.run(change, ranks=one.ranks, more=one.more)
+    if one.base is not None:
+        return runs.run(replace(one.base, batches=reference.batches)), changed
+    if one.ranks == 1 or [*map(sorted, reference.samples)] == [*map(sorted, changed.samples)]:
         return reference, changed
     # One process may have another sampler than several.
-    more = replace(one.change, divide=2 * one.ranks, batches=reference.batches)
-    return changed, runs.run(more, 2 * one.ranks)
+    return changed, runs.run(replace(change, divide=2 * one.ranks), ranks=2 * one.ranks)
 
 
-def _without_effect(one: _Tried, base: _Run, changed: _Run) -> str:
+def middle(steps: int) -> int:
+    """Returns the number of steps before a resume."""
+    return max(1, steps // 2)
+
+
+def _without_random(found: Sequence[Relation]) -> list[Relation]:
+    """Returns the relations; those of samples are not tried if the forward pass draws random numbers."""
+    if not any(one.name == "seed" and one.broken for one in found):
+        return [*found]
+    why = "the computation draws random numbers: its result depends on a seed that is set before a forward pass"
+    return [
+        Relation(one.name, one.about, "not tried", why) if one.name in ("seed", *_BY_SAMPLES) else one for one in found
+    ]
+
+
+def without_effect(one: Tried, base: Observed, changed: Observed) -> str:
     """Returns the reason why two runs prove nothing; empty if only the change is different."""
-    before, after = base.samples[0], changed.samples[0]
-    if not before:
+    if not any(base.samples) and one.name in _BY_SAMPLES:
         return "the samples cannot be read from the inputs of the model"
-    if len(changed.gradients) < len(base.gradients):
+    after, before = ({name: each.counts.get(name, 0) for name in _EFFECTS.values()} for each in (changed, base))
+    counted = one.name in _EFFECTS and one.change != ScriptChange()  # settings of a recipe have their effect
+    if counted and after[_EFFECTS[one.name]] == (
+        before[_EFFECTS[one.name]] if one.name in ("evaluation", "checkpointing") else 0
+    ):
+        return _NOTHING.get(one.name, "the change has no effect on this script")
+    if one.name == "split" and changed.passes != base.passes * one.change.split:
+        return "the change has no effect on this script"
+    if one.name == "resume":
+        return ""
+    if len(changed.gradients) < len(base.gradients) and one.name != "scale":
         return f"the changed run ended after {len(changed.gradients)} steps"
-    if sorted(after) != sorted([*before, *before] if one.change.doubled else before):
-        return "the steps have other samples"
-    nothing = {
-        "order": before == after,
-        "workers": not changed.loaders,
-        "split": changed.passes != base.passes * one.change.split,
-    }
-    return "the change has no effect on this script" if nothing.get(one.name) else ""
+    for theirs, mine in zip(base.samples, changed.samples, strict=False):
+        if sorted(mine) != sorted([*theirs, *theirs] if one.change.doubled else theirs):
+            return "the steps have other samples"
+    return "the change has no effect on this script" if one.name == "order" and base.samples == changed.samples else ""
 
 
-def _relations(ranks: int) -> Iterator[_Tried]:
-    yield _Tried("order", "The samples of a batch in reverse order.", ScriptChange(order=True))
-    yield _Tried("doubled", "Each sample of a batch twice: the mean is the same.", ScriptChange(doubled=True))
-    yield _Tried("workers", "Two loader processes.", ScriptChange(workers=2))
-    yield _Tried("split", "Two micro-batches of half the size, accumulated.", ScriptChange(split=2))
-    if ranks > 1:
-        yield _Tried(
-            "ranks", f"{ranks} processes, each with its share of the batch.", ScriptChange(divide=ranks), ranks
-        )
-
-
-# ---------------------------------------------------------------------------------------------- runs of the script
-@dataclass(frozen=True)
-class _Run:
-    gradients: Sequence[Mapping[str, Tensor]]
-    losses: Sequence[float]  # means over the backward passes of each step, on rank 0
-    batches: Sequence[int]
-    samples: Sequence[Sequence[str]]  # fingerprints of the samples of each step, of one rank after the other
-    passes: int  # backward passes of the first step on rank 0
-    loaders: int  # DataLoaders that the script built
-
-
-@dataclass
-class _Runs:
-    script: Path
-    arguments: Sequence[str]
-    folder: Path
-    steps: int
-    batch: str
-    accumulate: str
-    samples: int
-    joins: bool
-    _number: int = 0
-
-    def obstacle(self, one: _Tried, text: str) -> str:
-        """Returns the reason why a relation cannot be tried; empty if it can."""
-        if one.change.split > 1 and not (self.batch and self.accumulate):
-            if "transformers" in text or "trl" in text or "lightning" in text:
-                return ""
-            if "Accelerator" in text and ".accumulate(" in text:
-                return ""
-            return "give --batch and --accumulate, the script's own options"
-        known = self.joins or any(word in text for word in ("Accelerator", "transformers", "trl", "lightning"))
-        return "the script does not join ranks" if one.ranks > 1 and not known else ""
-
-    def run(self, change: ScriptChange, ranks: int = 1) -> _Run:
-        """Runs the script under a change; raises UsageError if it fails."""
-        self._number += 1
-        folder = self.folder / str(self._number)
-        folder.mkdir()
-        options = self._options(change)
-        if options:  # the script changes its batches by itself
-            change = replace(change, split=1, divide=1)
-        python = ["-m", "ddpforge.tools.prove.observed"]
-        program = [*python, str(folder), str(self.steps), json.dumps(asdict(change)), str(self.script)]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        started = [sys.executable, *(launcher if self.joins or ranks > 1 else []), *program, *self.arguments, *options]
-        variables = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        variables |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
-        if not torch.cuda.is_available():
-            variables["ACCELERATE_USE_CPU"] = "true"  # otherwise its ranks on CPUs do not join each other
-        with (folder / "output.txt").open("w+b") as output:
-            code = run_alone(started, variables, output)
-        files = [folder / f"steps-{rank}.json" for rank in range(ranks)]
-        if code or not all(file.exists() for file in files):
-            last = (folder / "output.txt").read_text(errors="replace").rstrip().splitlines()[-_OUTPUT:]
-            raise UsageError(
-                f"{self.script} failed with exit code {code}:\n" + "\n".join(last),
-                hints=["it must work alone; arguments of the script come after `--`"],
-            )
-        each = [json.loads(file.read_text()) for file in files]
-        gradients = sorted(folder.glob("gradients-*.safetensors"), key=lambda file: int(file.stem.partition("-")[2]))
-        if not gradients:
-            raise UsageError(f"{self.script} ended without an optimizer step in its process")
-        steps = each[0]["steps"]
-        losses = [sum(row["losses"]) / max(1, len(row["losses"])) for row in steps]
-        samples = [
-            [one for rank in each if step < len(rank["steps"]) for one in rank["steps"][step]["samples"]]
-            for step in range(len(steps))
-        ]
-        passes = len(steps[0]["losses"])
-        return _Run(
-            [load_file(file) for file in gradients], losses, each[0]["batches"], samples, passes, each[0]["loaders"]
-        )
-
-    def _options(self, change: ScriptChange) -> list[str]:
-        """Returns the script's own options for its micro-batches."""
-        if not self.batch:
-            return []
-        micro, rest = divmod(self.samples, change.split * change.divide)
-        if rest or not micro:
-            raise UsageError(f"--samples {self.samples} cannot be divided by {change.split * change.divide}")
-        words = self.batch.format(micro).split()
-        return words + (self.accumulate.format(change.split).split() if self.accumulate else [])
+_EFFECTS = {  # the count of each relation that must not be 0, or differ
+    **{"workers": "loaders", "padding": "padded", "frozen": "frozen", "clipping": "clipped", "compile": "compiled"},
+    **{"evaluation": "evaluated", "checkpointing": "checkpointed", "seed": "reseeded"},
+}
+_NOTHING = {
+    "padding": "no batch has an attention mask",
+    "clipping": "the script does not clip by torch.nn.utils.clip_grad_norm_",
+    "evaluation": "the change has no effect on this script: is there evaluation data?",
+}
 
 
 # ---------------------------------------------------------------------------------------------- comparison
-def _judged(tried: _Tried, reference: _Run, changed: _Run, allowed: Sequence[float]) -> Relation:
-    largest, most = 0.0, allowed[0] if allowed else _LEAST
-    for step, (one, other) in enumerate(zip(reference.gradients, changed.gradients, strict=False), start=1):
-        limit = allowed[min(step, len(allowed)) - 1]
-        differences = _differences(one, other)
-        name = max(differences, key=lambda each: differences[each])
-        if differences[name] > limit:
-            order = sorted(differences, key=lambda each: -differences[each])[:5]
-            factors = {each: _factor(one.get(each), other.get(each)) for each in order}
-            loss = (reference.losses[step - 1], changed.losses[step - 1])
-            broken = Broken(step, name, differences[name], factors[name], factors, loss)
-            meaning = _meaning(tried, _common(list(factors.values())))
-            return Relation(
-                tried.name, tried.about, "broken", "", differences[name], limit, broken=broken, meaning=meaning
+@dataclass(frozen=True)
+class RelationLimits:
+    """Rounding of each kind of quantity."""
+
+    gradients: Rounding
+    norms: Rounding
+    updates: Rounding
+    losses: Rounding
+
+    @classmethod
+    def measured(cls, reference: Observed, near: Sequence[Observed]) -> RelationLimits:
+        """Measures rounding by runs whose weights differ by one unit in the last place."""
+
+        def numbers(kind: str) -> list[list[Values]]:
+            return [[{kind: one} for one in getattr(run, kind)] for run in (reference, *near)]
+
+        updates = [[*run.updates] for run in (reference, *near)]
+        return cls(
+            Rounding.measured(reference.gradients, *(one.gradients for one in near)),
+            Rounding.measured(*numbers("norms")),
+            Rounding.measured(*updates, factor=UPDATES, resolution=reference.resolution),
+            Rounding.measured(*numbers("losses")),
+        )
+
+
+def judged(one: Tried, base: Observed, changed: Observed, limits: RelationLimits) -> Relation:
+    """Compares two runs step by step; returns the relation with the first step at which they differ."""
+    shift = len(base.gradients) - len(changed.gradients) if one.name == "resume" else 0
+    largest, most = 0.0, limits.gradients.allowed(1)
+    for step, mine in enumerate(changed.gradients[: len(base.gradients) - shift], start=shift):
+        theirs = base.gradients[step]
+        differences = apart(mine, theirs)
+        allowed = {name: limits.gradients.allowed(step + 1, name) for name in differences}
+        name = max(differences, key=lambda each: differences[each] / allowed[each])
+        if differences[name] / allowed[name] >= largest / most:
+            largest, most = differences[name], allowed[name]
+        broken = _broken(one, step, shift, base, changed, limits)
+        if broken:
+            factor = broken.factor if _common(broken) and abs((broken.factor or 0) - 1) > 1e-2 else None
+            why = meaning(one.name, factor, one.change.split, one.ranks, broken.quantity)
+            difference = largest if broken.quantity == "gradient" else broken.difference
+            return Relation(one.name, one.about, "broken", "", difference, most, broken, why)
+    return Relation(one.name, one.about, "holds", "", largest, most)
+
+
+def _broken(
+    one: Tried, step: int, shift: int, base: Observed, changed: Observed, limits: RelationLimits
+) -> Broken | None:
+    """Returns the first quantity of a step that differs by more than rounding."""
+    at = step - shift  # the number of the step in the changed run
+    loss = (_at(base.losses, step), _at(changed.losses, at))
+    if one.name == "resume" and sorted(_of(base.samples, step)) != sorted(_of(changed.samples, at)):
+        return Broken(step + 1, "samples", "", 0.0, None, (), loss)
+    modes = _of(changed.modes, at)
+    if one.name in ("evaluation", "resume") and modes and not _of(base.modes, step):
+        return Broken(step + 1, "mode", modes[0], 0.0, None, (), loss)
+    numbers: list[tuple[str, Rounding, Values, Values]] = [
+        ("gradient", limits.gradients, changed.gradients[at], base.gradients[step]),
+        ("gradient norm", limits.norms, _number("norms", changed.norms, at), _number("norms", base.norms, step)),
+    ]
+    theirs, mine = _of_names(base.updates, step), _of_names(changed.updates, at)
+    if theirs and mine:
+        numbers.append(("update", limits.updates, mine, theirs))
+    if one.equal_loss:
+        pair = _number("losses", changed.losses, at), _number("losses", base.losses, step)
+        numbers.append(("loss", limits.losses, *pair))
+    for quantity, rounding, value, reference in numbers:
+        worst = excesses(value, reference, lambda name, its=rounding: its.allowed(step + 1, name))  # type: ignore[misc]
+        if worst:
+            name = worst[0].name if quantity in ("gradient", "update") else ""
+            return Broken(step + 1, quantity, name, worst[0].difference, worst[0].multiple, worst, loss)
+    return None
+
+
+def _at(values: Sequence[float], step: int) -> float:
+    return values[step] if step < len(values) else 0.0
+
+
+def _of(values: Sequence[Sequence[str]], step: int) -> Sequence[str]:
+    return values[step] if step < len(values) else ()
+
+
+def _of_names(values: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:
+    return values[step] if step < len(values) else {}
+
+
+def _number(name: str, values: Sequence[float], step: int) -> Values:
+    return {name: values[step]} if step < len(values) else {}
+
+
+def _common(broken: Broken) -> bool:
+    """True if the worst parameters have the same factor."""
+    factors = [one.multiple for one in broken.worst]
+    return all(one is not None and abs(one - (factors[0] or 0)) <= 1e-2 * abs(one) for one in factors)
+
+
+# ---------------------------------------------------------------------------------------------- scripts
+class _OfScript(ScriptRuns):
+    """Runs of a script, with the relations that apply to its trainer."""
+
+    def __enter__(self) -> _OfScript:
+        super().__enter__()
+        return self
+
+    def relations(self, ranks: int) -> Iterator[Tried]:
+        """Yields the relations, those of trainers with the reason why they cannot be tried."""
+        trainer, options = self.trains_in, self.options
+        yield Tried("order", "The samples of a batch in reverse order.", ScriptChange(order=True))
+        yield Tried("doubled", "Each sample of a batch twice: the mean is the same.", ScriptChange(doubled=True))
+        yield Tried("padding", "More padding on the right, outside of the attention mask.", ScriptChange(padding=True))
+        yield Tried("workers", "Two loader processes.", ScriptChange(workers=2))
+        flags = (
+            "" if options.batch and options.accumulate else "give --batch and --accumulate, the script's own options"
+        )
+        accumulates = trainer in ("transformers", "lightning") or (trainer and ".accumulate(" in self.text)
+        yield Tried(
+            "split",
+            "Two micro-batches of half the size, accumulated.",
+            ScriptChange(split=2),
+            equal_loss=False,
+            why="" if accumulates else flags,
+        )
+        number = 2
+        while number <= ranks:
+            yield Tried(
+                "ranks" if number == 2 else f"ranks {number}",
+                f"{number} processes, each with its share of the batch.",
+                ScriptChange(divide=number),
+                number,
+                equal_loss=False,
+                why="" if self.joins_ranks else "the script does not join ranks",
             )
-        if differences[name] >= largest:
-            largest, most = differences[name], limit
-    return Relation(tried.name, tried.about, "holds", "", largest, most)
+            number *= 2
+        saves = trainer in ("transformers", "lightning") or (options.save and options.resume)
+        yield Tried(
+            "resume",
+            f"A stop after step {middle(self.steps)}, and a resume.",
+            ScriptChange(),
+            why="" if saves else "give --save and --resume, the script's own options",
+        )
+        evaluates = trainer in ("transformers", "lightning") or options.evaluate
+        yield Tried(
+            "evaluation",
+            "An evaluation after every step.",
+            ScriptChange(evaluation=True),
+            why="" if evaluates else "give --evaluate, the script's own option",
+            more=options.evaluate.split(),
+        )
+        yield Tried(
+            "clipping", "Clipping to a norm of 1e9, and none.", ScriptChange(clip=1e9), base=ScriptChange(clip=0.0)
+        )
+        yield Tried("frozen", "One more module, which is not trained.", ScriptChange(frozen=True))
+        yield Tried(
+            "scale",
+            f"The loss × {SCALE:g}, and the learning rate of SGD ÷ {SCALE:g}: the same updates.",
+            ScriptChange(scale=SCALE),
+        )
+        yield Tried(
+            "checkpointing",
+            "Activation checkpointing switched.",
+            ScriptChange(checkpointing=True),
+            why=""
+            if trainer == "transformers" or options.checkpointing
+            else "give --checkpointing, the script's option",
+            more=options.checkpointing.split(),
+        )
+        yield Tried("compile", "The model compiled (traced; kernels of the eager mode).", ScriptChange(compile=True))
+        yield Tried("seed", "Other global seeds before the first forward pass.", ScriptChange(reseed=True))
 
-
-def _differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the difference of each gradient, relative to its norm; infinite if only one run has it."""
-    norms = {name: one[name].double().norm().item() if name in one else 0.0 for name in {**one, **other}}
-    least = _SMALL * max(norms.values(), default=0.0)
-    found = {}
-    for name, norm in norms.items():
-        a, b = one.get(name), other.get(name)
-        if a is None or b is None or a.shape != b.shape:
-            found[name] = math.inf
-            continue
-        distance = (a.double() - b.double()).norm().item()
-        found[name] = distance / max(norm, least) if distance else 0.0
-    return found
-
-
-def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    return max(_differences(one, other).values(), default=0.0)
-
-
-def _factor(one: Tensor | None, other: Tensor | None) -> float | None:
-    """Returns the factor from `one` to `other`; None if the two are not parallel."""
-    if one is None or other is None or one.shape != other.shape:
-        return None
-    a, b = one.double(), other.double()
-    square = (a @ a).item()
-    if not square:
-        return None
-    factor = (a @ b).item() / square
-    rest = (b - factor * a).norm().item()
-    return factor if rest <= 1e-2 * max(b.norm().item(), 1e-30) else None
-
-
-def _common(factors: Sequence[float | None]) -> float | None:
-    """Returns the factor of all parameters, None if they differ."""
-    known = [one for one in factors if one is not None]
-    same = len(known) == len(factors) and all(math.isclose(one, known[0], rel_tol=1e-2) for one in known)
-    return known[0] if known and same else None
-
-
-def _meaning(tried: _Tried, factor: float | None) -> str:
-    """Returns the usual cause of a factor."""
-    parts = {"split": tried.change.split, "ranks": tried.ranks, "doubled": 2}.get(tried.name, 0)
-    if factor is None:
-        return {
-            "split": "no common factor: each micro-batch has its own mean (tokens, weights), or samples are compared",
-            "ranks": "no common factor: each rank has a mean of its own, or a part is not reduced over ranks",
-            "doubled": "no common factor: the loss compares samples with each other",
-            "workers": "the samples depend on the loader process: random numbers of numpy or random, or shared state",
-            "order": "the loss depends on the place of a sample in its batch",
-        }.get(tried.name, "")
-    near = {parts: "times", 1 / parts if parts else 0: "divided"}
-    kind = next((how for value, how in near.items() if value and math.isclose(factor, value, rel_tol=0.02)), "")
-    texts = {
-        ("split", "times"): "the losses of micro-batches are added and not divided by their number",
-        ("split", "divided"): "the loss is divided by the number of micro-batches twice",
-        ("ranks", "times"): "gradients are added over ranks and not averaged",
-        (
-            "ranks",
-            "divided",
-        ): "gradients are averaged over ranks, and the loss is divided by the samples of all ranks",
-        ("doubled", "times"): "the loss is a sum over samples: the learning rate depends on the batch size",
-    }
-    return texts.get((tried.name, kind), f"all gradients are multiplied by {factor:.4g}")
+    def resumed(self, at: int) -> Observed:
+        """Runs `at` steps, and the others from the checkpoint of the trainer, or by the script's own options."""
+        with TemporaryDirectory(dir=self._folder) as kept:
+            if self.options.save:
+                saves = self.options.save.format(steps=at, path=f"{kept}/checkpoint").split()
+                self.run(ScriptChange(), more=saves)
+                resumes = self.options.resume.format(path=f"{kept}/checkpoint", steps=self.steps).split()
+                return self.run(ScriptChange(), steps=self.steps - at, more=resumes)
+            self.run(ScriptChange(save=kept, save_at=at), steps=at + 1)
+            if not any(Path(kept).iterdir()):
+                raise UsageError("the trainer saved no checkpoint")
+            return self.run(ScriptChange(resume=kept), steps=self.steps - at)

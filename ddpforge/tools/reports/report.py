@@ -21,6 +21,8 @@ from ddpforge.runs.media import FOLDER, step_of
 from ddpforge.runs.summary import compare
 from ddpforge.tools.reports.charts import Chart, charts, skipped
 from ddpforge.tools.reports.table import RunTable, table
+from ddpforge.tools.reports.time_account import TimeAccount, account_of
+from ddpforge.tools.reports.time_advice import advice
 
 __all__ = ["ReportedAttempt", "ReportedMedia", "ReportedRun", "RunReport", "gather"]
 
@@ -70,6 +72,8 @@ class ReportedRun:
     left_out: int  # number of shown files that are not in the page: earlier steps
     failure: Mapping[str, Any] | None
     commands: list[str]  # they train the run again
+    time: TimeAccount | None
+    advice: list[str]  # what would shorten the run
 
     @property
     def name(self) -> str:
@@ -131,6 +135,8 @@ def _run(folder: RunFolder, rows: Sequence[Row], room: int) -> ReportedRun:
         left_out=len(files) - len(shown),
         failure=folder.read_failure(),
         commands=_commands(folder, environment),
+        time=(time_account := account_of(folder)),
+        advice=[str(one) for one in advice(time_account)] if time_account else [],
     )
 
 

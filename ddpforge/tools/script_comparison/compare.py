@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,9 +23,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddpforge.api import Dealt, restored_backend_flags
+from ddpforge.api import (
+    PERTURBED,
+    UPDATES,
+    VISIBLE,
+    Dealt,
+    Rounding,
+    excesses,
+    perturb,
+    relative,
+    resolution_of,
+    restored_backend_flags,
+)
 from ddpforge.errors import StoppedBeforeStart, UsageError
-from ddpforge.guard.comparison import relative, worst
 from ddpforge.ranks import process_exit
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.toml import toml_value
@@ -46,7 +57,7 @@ log = logging.getLogger("ddpforge")
 _SUM = 1e-3  # largest relative difference between the recipe's loss and the script's per sample, if that is a sum
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
 _LEAST = 1e-12  # smaller numbers are compared relative to this
-_UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
+_UPDATE = 1e-3  # of the norm of an update, with a given tolerance: Adam enlarges the rounding of small gradients
 _OUTPUT = 15  # lines of a failed script to print
 _MOST_OUTPUT = 1 << 16  # bytes of its output that are read for them
 # Variables of `torchrun --nproc-per-node 1`.
@@ -65,6 +76,7 @@ class ComparedStep:
         loss: Of the script and of the recipe.
         lr: Of the first parameter group of both.
         difference: Of the losses, relative to the script's.
+        allowed: Largest difference of the losses that is rounding.
         parts: Reasons why the step differs, the first cause first; empty if it is the same.
         notes: Differences that alone are not a reason.
     """
@@ -73,6 +85,7 @@ class ComparedStep:
     loss: tuple[float, float]
     lr: tuple[float, float]
     difference: float
+    allowed: float
     parts: Sequence[str]
     notes: Sequence[str]
 
@@ -82,7 +95,6 @@ class ScriptComparison:
     """Compared steps; `notes` are differences that the comparison has evened out."""
 
     steps: Sequence[ComparedStep]
-    tolerance: float
     notes: Sequence[str]
 
     @property
@@ -97,7 +109,7 @@ class ScriptComparison:
             "same": parted is None,
             "parted_at": parted.step if parted else None,
             "parted_in": list(parted.parts) if parted else [],
-            "tolerance": self.tolerance,
+            "tolerance": max(one.allowed for one in self.steps),
             "largest_difference": max(one.difference for one in self.steps),
             "notes": list(self.notes),
             "steps": [asdict(one) for one in self.steps],
@@ -113,8 +125,8 @@ class ScriptComparison:
         yield from (f"note: {note}" for note in self.notes)
         parted = self.parted
         if parted is None:
-            largest = max(one.difference for one in self.steps)
-            yield f"same: {len(self.steps)} steps, largest difference of the loss {largest:.1e}"
+            most = max(one.difference for one in self.steps), max(one.allowed for one in self.steps)
+            yield f"same: {len(self.steps)} steps, largest difference of the loss {most[0]:.1e} (allowed {most[1]:.0e})"
             return
         yield f"they part at step {parted.step}"
         yield from (f"  {part}" for part in parted.parts)
@@ -131,10 +143,12 @@ def compare_script(
     *,
     steps: int,
     sets: Sequence[str] = (),
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
     torchrun: bool = False,
 ) -> ScriptComparison:
     """Trains `steps` steps of a script, in a process of its own, and of a recipe, in this process; compares them.
+
+    Without `tolerance`, rounding is measured: the recipe trains again from weights that differ in the last place.
 
     Raises UsageError if the script cannot be compared, ForgeError as a run does.
     """
@@ -147,7 +161,9 @@ def compare_script(
         folder = Path(name)
         record = _recorded(script, arguments, folder, steps, torchrun=torchrun)
         trained = _Trained(recipe, sets, folder, record)
-        return _compared(record.steps, trained, steps, tolerance)
+        near = [] if tolerance else [_Trained(recipe, sets, folder, record, seed) for seed in range(1, 1 + PERTURBED)]
+        limits = _Limits.given(tolerance) if tolerance else _Limits.measured(trained, near)
+        return _compared(record.steps, trained, steps, limits)
 
 
 # ---------------------------------------------------------------------------------------------- the script
@@ -217,7 +233,12 @@ def run_alone(command: Sequence[str], env: Mapping[str, str], output: IO[bytes])
 class _Trained:
     """Steps of the recipe, as records like those of the script."""
 
-    def __init__(self, recipe: str | Path, sets: Sequence[str], folder: Path, record: ScriptRecord) -> None:
+    def __init__(
+        self, recipe: str | Path, sets: Sequence[str], folder: Path, record: ScriptRecord, perturbed: int = 0
+    ) -> None:
+        """Trains; `perturbed` is the seed of a change of the initial weights in their last place, 0 for none."""
+        self.resolution: list[Mapping[str, float]] = []  # of the updates
+        self._perturbed = perturbed
         self.notes: list[str] = []
         self.steps: list[ScriptStep] = []
         self._initial = load_file(folder / INITIAL)
@@ -230,7 +251,9 @@ class _Trained:
         inputs = folder / INPUTS if record.has_inputs else None
         if inputs:
             self.notes.append("the script has no DataLoader: the recipe gets the inputs of the script's model as data")
-            log.warning("%s, in batches for task model_loss", self.notes[-1])
+            log.log(
+                logging.DEBUG if perturbed else logging.WARNING, "%s, in batches for task model_loss", self.notes[-1]
+            )
         changes = _overrides(recipe, sets, file, inputs)
         with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
             self._train(trial)
@@ -249,6 +272,9 @@ class _Trained:
         self.rename, note = _names(self._initial, dealt.model)
         self.notes += [note] if note else []
         dealt.model.load_state_dict({self.rename[name]: one for name, one in self._initial.items()})
+        if self._perturbed:
+            low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dealt.recipe.train.precision)
+            perturb(dict(dealt.model.named_parameters()), low, seed=self._perturbed)
         return replace(dealt, evaluation={})
 
     def _train(self, trial: EphemeralRun) -> None:
@@ -258,13 +284,15 @@ class _Trained:
         before = _weights(trial)
         for info in trial.steps(len(self._record.steps)):
             after = _weights(trial)
+            updates = norms_of_changes(before, after)
+            self.resolution.append(resolution_of(before, updates))
             self.steps.append(
                 ScriptStep(
                     losses=[info.metrics["train/loss"]],
                     indices=None,
                     batch=joined(self._batches),
                     lr=info.lr,
-                    updates=norms_of_changes(before, after),
+                    updates=updates,
                 )
             )
             before, self._batches = after, []
@@ -341,7 +369,29 @@ def _some(names: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- both
-def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, tolerance: float) -> ScriptComparison:
+@dataclass(frozen=True)
+class _Limits:
+    """Largest relative differences that are rounding, of the loss by step, and of updates by step and name."""
+
+    loss: Callable[[int], float]
+    update: Callable[[int, str], float]
+
+    @classmethod
+    def given(cls, tolerance: float) -> _Limits:
+        return cls(lambda step: tolerance, lambda step, name: _UPDATE)
+
+    @classmethod
+    def measured(cls, trained: _Trained, near: Sequence[_Trained]) -> _Limits:
+        def losses(one: _Trained) -> list[dict[str, float]]:
+            return [{"loss": step.losses[0]} for step in one.steps]
+
+        loss = Rounding.measured(losses(trained), *map(losses, near))
+        updates, *others = ([step.updates for step in one.steps] for one in [trained, *near])
+        update = Rounding.measured(updates, *others, factor=UPDATES, resolution=trained.resolution)
+        return cls(lambda step: min(VISIBLE.loss, loss.allowed(step, "loss")), update.allowed)
+
+
+def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, limits: _Limits) -> ScriptComparison:
     notes = list(trained.notes)
     if len(script) < asked:
         notes.append(f"the script ended after step {len(script)}")
@@ -360,15 +410,15 @@ def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, toler
     for number, (theirs, mine) in enumerate(zip(script, trained.steps, strict=False), start=1):
         size = len(theirs.indices or ()) if summed else len(theirs.losses) if mean else 1
         loss = sum(theirs.losses) / size, mine.losses[0]
-        difference = _relative(*loss)
+        difference, allowed = _relative(*loss), limits.loss(number)
         parts = [*([trained.other_size] if trained.other_size and number == 1 else []), *_batch(theirs, mine)]
-        if not difference <= tolerance:
+        if not difference <= allowed:
             parts.append(f"loss: {loss[0]:.8g} in the script, {loss[1]:.8g} in the recipe")
         if _relative(theirs.lr, mine.lr) > _LR:
             parts.append(f"lr: {theirs.lr:.8g} in the script, {mine.lr:.8g} in the recipe")
-        noted = [*_update(theirs, mine, trained.rename)]
-        steps.append(ComparedStep(number, loss, (theirs.lr, mine.lr), difference, parts, noted))
-    return ScriptComparison(steps, tolerance, notes)
+        noted = [*_update(theirs, mine, trained.rename, partial(limits.update, number))]
+        steps.append(ComparedStep(number, loss, (theirs.lr, mine.lr), difference, allowed, parts, noted))
+    return ScriptComparison(steps, notes)
 
 
 def _sums_over_samples(script: ScriptStep, recipe: ScriptStep) -> bool:
@@ -401,18 +451,22 @@ def _other_size(steps: Sequence[ScriptStep], global_batch: int, samples: int | N
     return f"batch: {size} samples per step in the script, train.global_batch = {global_batch} in the recipe"
 
 
-def _update(script: ScriptStep, recipe: ScriptStep, rename: Mapping[str, str]) -> Iterator[str]:
-    """Yields the difference of the updates; names the parameter that differs most."""
+def _update(
+    script: ScriptStep, recipe: ScriptStep, rename: Mapping[str, str], allowed: Callable[[str], float]
+) -> Iterator[str]:
+    """Yields the difference of the updates; names the five parameters that differ most."""
     named = {rename[name]: norm for name, norm in script.updates.items()}
     if missing := sorted(recipe.updates.keys() ^ named.keys()):
         frozen = "recipe" if missing[0] in named else "script"
         yield f"update: {_some(missing)} is not trained in the {frozen}"
         return
-    apart = {name: _relative(norm, recipe.updates[name]) for name, norm in named.items()}
-    if (name := worst(apart)) and apart[name] > _UPDATE:
+    if found := excesses(named, recipe.updates, allowed):
+        first, *others = found
+        more = [f"`{one.name}` × {one.multiple:.4g}" for one in others if one.multiple is not None]
         yield (
-            f"update: the norm of the change of `{name}` is {named[name]:.6g} in the script, "
-            f"{recipe.updates[name]:.6g} in the recipe ({apart[name]:.1e} apart)"
+            f"update: the norm of the change of `{first.name}` is {named[first.name]:.6g} in the script, "
+            f"{recipe.updates[first.name]:.6g} in the recipe ({first.difference:.1e} apart)"
+            + (f"; also {', '.join(more)}" if more else "")
         )
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from ddpforge.tools.script_comparison.record import (
 )
 
 __all__ = ["Recorder", "main", "run_script", "unwrapped", "watch_calls", "watch_losses"]
+
+
+_backward_passes: list[bool] = []  # that run now
 
 
 @dataclass
@@ -113,6 +117,7 @@ class Recorder:
     def _watch_loaders(self) -> None:
         build = DataLoader.__init__
 
+        @wraps(build)  # trainers read the signature to build the loader again, with their own sampler
         def watched(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
             build(loader, *args, **kwargs)
             sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -213,14 +218,23 @@ class Recorder:
         return {name: one for name, one in named if one.requires_grad}
 
 
-def watch_calls(before: Callable[[nn.Module, Any, Any], None]) -> None:
-    """Calls `before` with each module that is called with gradients, and not from within another, and its arguments."""
+def watch_calls(
+    before: Callable[[nn.Module, Any, Any], None], before_evaluation: Callable[[], None] = lambda: None
+) -> None:
+    """Calls `before` with each module that is called with gradients, and not from within another, and its arguments.
+
+    Calls without gradients call `before_evaluation`. Calls within a backward pass are left out: activation
+    checkpointing computes again there.
+    """
     call, depth = nn.Module.__call__, 0
 
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        if not depth and torch.is_grad_enabled():
-            before(module, args, kwargs)
+        if not depth and not _backward_passes:
+            if torch.is_grad_enabled():
+                before(module, args, kwargs)
+            else:
+                before_evaluation()
         depth += 1
         try:
             return call(module, *args, **kwargs)
@@ -238,7 +252,11 @@ def watch_losses(receive: Callable[[float], None]) -> None:
         for one in [tensors] if isinstance(tensors, Tensor) else tensors:
             if one.numel() == 1:
                 receive(one.item())
-        return backward(tensors, *args, **kwargs)
+        _backward_passes.append(True)
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            _backward_passes.pop()
 
     torch.autograd.backward = watched
 

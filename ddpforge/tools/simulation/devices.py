@@ -12,6 +12,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ddpforge.features.memory_tracker import EMPTY, tensors_in
+from ddpforge.features.peak_flops import PEAKS
 
 __all__ = ["DEVICES", "Device", "Operation", "Seconds", "Sent", "Work"]
 
@@ -75,24 +76,23 @@ class Device:
         return Seconds(compute, sending)
 
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+def _device(name: str, memory: float, bandwidth: float, link: float, *, network: float = 50e9) -> Device:
+    """Returns a device with the peak speeds of `PEAKS`, in a machine with eight."""
+    peak = PEAKS[name.partition("-")[0]]
+    fp32, tf32, half = (peak.flops(dtype) or 0.0 for dtype in ("fp32", "tf32", "bf16"))
+    return Device(name, memory, fp32, tf32, half, bandwidth, link, 8, peak.source, network)
+
+
 DEVICES = {
     one.name: one
     for one in (
-        Device("h100", 80e9, 67e12, 494.7e12, 989.4e12, 3.35e12, 450e9, 8, f"{_NVIDIA}/h100/, SXM"),
-        Device("h200", 141e9, 67e12, 494.7e12, 989.4e12, 4.8e12, 450e9, 8, f"{_NVIDIA}/h200/, SXM"),
-        Device("a100-80", 80e9, 19.5e12, 156e12, 312e12, 2.039e12, 300e9, 8, f"{_NVIDIA}/a100/, SXM"),
-        Device("a100-40", 40e9, 19.5e12, 156e12, 312e12, 1.555e12, 300e9, 8, f"{_NVIDIA}/a100/, SXM"),
-        Device("l40s", 48e9, 91.6e12, 183e12, 362.05e12, 864e9, 32e9, 8, f"{_NVIDIA}/l40s/"),
-        Device(
-            *("rtx4090", 24e9, 82.6e12, 82.6e12, 165.2e12, 1.008e12, 32e9, 8),
-            "NVIDIA Ada GPU Architecture whitepaper, appendix A",
-            network=3.1e9,
-        ),
-        Device(
-            *("mi300x", 192e9, 163.4e12, 653.7e12, 1307.4e12, 5.3e12, 448e9, 8),
-            "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-        ),
+        _device("h100", 80e9, 3.35e12, 450e9),
+        _device("h200", 141e9, 4.8e12, 450e9),
+        _device("a100-80", 80e9, 2.039e12, 300e9),
+        _device("a100-40", 40e9, 1.555e12, 300e9),
+        _device("l40s", 48e9, 864e9, 32e9),
+        _device("rtx4090", 24e9, 1.008e12, 32e9, network=3.1e9),
+        _device("mi300x", 192e9, 5.3e12, 448e9),
     )
 }
 """By name; operations are without sparsity, and bandwidths are one way."""
@@ -104,11 +104,12 @@ _SHORT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all
 
 
 class Operation(NamedTuple):
-    """Kind of operation: floating-point operations, bytes read and written, and dtype."""
+    """Kind of operation: floating-point operations, bytes read and written, dtype, and repeated operations."""
 
     flops: int
     moved: int
     dtype: torch.dtype
+    repeated: int = 0  # of `flops`: attention's scores, which its backward pass computes again
 
 
 class Sent(NamedTuple):
@@ -153,6 +154,11 @@ class Work:
         """Sums the floating-point operations of matrix products, convolutions and attention; a multiply-add is two."""
         return sum(one.flops * count for one, count in self.operations.items())
 
+    @property
+    def model_flops(self) -> int:
+        """Sums the floating-point operations without the scores of attention that a backward pass computes again."""
+        return sum((one.flops - one.repeated) * count for one, count in self.operations.items())
+
     def wire(self) -> dict[str, float]:
         """Returns the bytes that this rank sends, by collective and number of ranks: "all_gather over 8"."""
         found: Counter[str] = Counter()
@@ -169,7 +175,10 @@ class Work:
             if tensors:
                 moved = sum({id(one): one.numel() * one.element_size() for one in tensors}.values())
                 dtype = next((one.dtype for one in tensors if one.is_floating_point()), tensors[0].dtype)
-                self.operations[Operation(_flops(func, args, kwargs, found), moved, dtype)] += 1
+                flops = _flops(func, args, kwargs, found)
+                again = "attention" in func._opname and func._opname.endswith("_backward")
+                repeated = flops // 5 if again else 0  # one of its five products
+                self.operations[Operation(flops, moved, dtype, repeated)] += 1
 
     def _send(self, func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> None:
         if func in sync_ops:

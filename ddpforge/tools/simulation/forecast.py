@@ -52,6 +52,7 @@ class Forecast:
     kinds: dict[str, int] | None = None
     flops: int | None = None  # of this rank
     all_flops: int | None = None  # of all ranks
+    model_flops: int | None = None  # of all ranks, without attention's scores that are computed again
     wire: dict[str, float] | None = None
     seconds: Seconds | None = None
     needs: int | None = None  # bytes, with the allowance for a GPU
@@ -104,7 +105,11 @@ def forecast(
             parts = build()
             of_ranks = _simulated(parts, ranks, build)
             found = max(of_ranks, key=lambda one: one.peak)
-            found = replace(found, model_flops=sum(one.work.flops for one in of_ranks) * ranks // len(of_ranks))
+            found = replace(
+                found,
+                all_flops=sum(one.work.flops for one in of_ranks) * ranks // len(of_ranks),
+                model_flops=sum(one.work.model_flops for one in of_ranks) * ranks // len(of_ranks),
+            )
         except ForgeError:
             raise
         except Exception as error:  # from code of torch or a plugin that does not support fake tensors
@@ -163,7 +168,8 @@ def _filled(answer: Forecast, found: Simulated, parts: Built, device: Device | N
         phase=found.phase,
         kinds=found.kinds,
         flops=found.work.flops,
-        all_flops=found.model_flops,
+        all_flops=found.all_flops,
+        model_flops=found.model_flops,
         wire=found.work.wire(),
         seconds=device.seconds(found.work, answer.ranks, tf32=tf32) if device else None,
         needs=allowance(found.peak, device),

@@ -60,7 +60,8 @@ class Simulated:
     largest: Sequence[LiveTensor] = ()
     work: Work = field(default_factory=Work)
     state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
-    model_flops: int = 0  # of all ranks together
+    all_flops: int = 0  # of all ranks together
+    model_flops: int = 0  # the same, without attention's scores that are computed again
     whole: int = 0  # bytes of the model's weights, on all ranks together
     items: float = 0.0  # in the sum of a micro-batch's loss
 

@@ -89,6 +89,7 @@ def checked(module: nn.Module, evaluation: str | None = None) -> Any:
     """
     base = library_class(type(module))
     if base is None:
+        module.parameters()  # a model that was not built raises its own error here
         raise UsageError(
             f"the model is a {type(module).__name__}, not a LightningModule",
             hints=['write [model] use = "./lit.py:LitNet", the class of your LightningModule'],

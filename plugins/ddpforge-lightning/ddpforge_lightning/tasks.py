@@ -95,6 +95,19 @@ class LightningTask(Task):
         values = {one: found for one, found in outputs.items() if one not in states and one != "loss"}
         return {name: Total(value * size, size) for name, (value, size) in values.items()} | states
 
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Returns the result of `predict_step`: columns by name, or one tensor, named `output`.
+
+        Raises UsageError if the module has none: Lightning's own calls `forward` with the whole batch.
+        """
+        if not overrides(self._module, "predict_step"):
+            raise UsageError(
+                f"{type(self._module).__name__} has no predict_step, which `ddpforge predict` calls",
+                hints=["write predict_step(self, batch, batch_idx) that returns e.g. {'class': logits.argmax(1)}"],
+            )
+        returned, _ = self._call(model, "predict_step", batch, {}, {})
+        return returned if isinstance(returned, Mapping) else {"output": returned}
+
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the means, and the results of the metric objects that are logged."""
         return self._metrics.finish(metrics, evaluates=self.evaluates)

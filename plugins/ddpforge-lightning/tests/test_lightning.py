@@ -18,6 +18,7 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import Horizon
 from ddpforge.testing.ranks import preload, run_ddpforge
 from ddpforge.training.callbacks import may_end
+from ddpforge.training.stages import MISSING, NotBuilt
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -349,6 +350,28 @@ def test_manual_optimization_is_refused() -> None:
     manual(module)
     with pytest.raises(UsageError, match="optimizes manually"):
         checked(module)
+
+
+class Predicting(lit.LitNet):
+    """Predicts the class of each sample."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        return {"class": self(batch[0]).argmax(1)}
+
+
+def test_predictions_are_the_columns_of_predict_step() -> None:
+    task, batch = LightningTask(), (torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
+    task._module = model = Predicting()
+    assert task.predict(model, batch)["class"].tolist() == model(batch[0]).argmax(1).tolist()
+    task._module = lit.LitNet()
+    with pytest.raises(UsageError, match=r"LitNet has no predict_step, which `ddpforge predict` calls"):
+        task.predict(task._module, batch)
+
+
+def test_a_model_that_was_not_built_is_reported_by_its_own_error() -> None:
+    """So `ddpforge data show`, which builds no model, prints the data."""
+    with pytest.raises(NotBuilt):
+        checked(MISSING)
 
 
 def test_other_models_are_refused() -> None:

@@ -139,7 +139,7 @@ def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(done.stdout)["runs"][1]
     largest = {name: quantity["largest"] for name, quantity in run["quantities"].items()}
-    assert set(largest) == {"initial weights", "lr", "train/loss", "weights"}
+    assert set(largest) == {"initial weights", "lr", "train/loss", "weights", "updates"}
     assert max(largest.values()) < 1e-5
 
 

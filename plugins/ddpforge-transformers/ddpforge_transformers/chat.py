@@ -113,7 +113,7 @@ class ChatData(Tokenized):
             str | None, Field(description="Folder that caches the tokens; absent: tokenizes at every start.")
         ] = None,
     ) -> None:
-        self.tokenizer, self.max_length = load_tokenizer(tokenizer), max_length
+        self.tokenizer, self.max_length = self._loaded(tokenizer), max_length
         add_tokens(self.tokenizer, new_tokens)
         self.vocab_size = len(self.tokenizer)
         self._pad = padding_of(self.tokenizer)
@@ -167,9 +167,19 @@ class ChatData(Tokenized):
         }
 
     # ------------------------------------------------------------------------------------------ while it is built
+    def _loaded(self, name: str) -> Any:
+        """Returns the tokenizer; raises UsageError or ValueError if there is none."""
+        return load_tokenizer(name)
+
+    def _chats(
+        self, path: Path, files: list[Path], split: str | None
+    ) -> Iterator[tuple[str, Chat | Plain | ValueError]]:
+        """Yields the place and the content of each row, or the error of an invalid row."""
+        return read_chats(read_rows(path, files, split), self._form)
+
     def _encoded(self, path: Path, files: list[Path], split: str | None) -> Iterator[Encoded | str]:
         """Yields tokens and learnt tokens of each sample, and each outcome of `_OUTCOMES` that a chat has."""
-        lines, invalid = read_chats(read_rows(path, files, split), self._form), Invalid(self._on_invalid)
+        lines, invalid = self._chats(path, files, split), Invalid(self._on_invalid)
         while rows := list(islice(lines, _AT_ONCE)):
             valid = []
             for where, one in rows:
@@ -190,10 +200,10 @@ class ChatData(Tokenized):
                 if rendered.control is not None:
                     self._notes.setdefault("control", f"{rendered.control}, {where}")
                     yield "control"
-                yield from self._cut(where, encoded)
+                yield from self._cut(where, encoded, rendered)
         self._notes["invalid"] = invalid.reasons()
 
-    def _cut(self, where: str, encoded: Encoded) -> Iterator[Encoded | str]:
+    def _cut(self, where: str, encoded: Encoded, rendered: Rendered) -> Iterator[Encoded | str]:
         """Yields the sample, cut to `max_length`, or what became of it."""
         tokens, learnt = encoded
         if len(tokens) > self.max_length:

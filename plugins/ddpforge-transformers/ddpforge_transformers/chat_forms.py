@@ -1,18 +1,19 @@
 """Forms of chat data: reads lines of .jsonl files as messages, or as a prompt with its completion."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from ddpforge_transformers.rows import Row
 
-__all__ = ["ROLES", "Chat", "Form", "Message", "Plain", "check_only_text", "parse_messages", "read_chats"]
+__all__ = ["IMAGE", "ROLES", "Chat", "Form", "Message", "Plain", "check_only_text", "parse_messages", "read_chats"]
 
 Message = dict[str, Any]
 Form = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
 
+IMAGE = "\U000f8f00"  # character at the place of an image in a content
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS: Mapping[str, tuple[str, ...]] = {  # a line of the form has these keys
     "messages": ("messages",),
@@ -31,6 +32,7 @@ _FROM = {  # roles of ShareGPT
 }
 _OF_MESSAGE = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_IMAGES = ', no images or sounds; for images set use = "image_chat", with a processor'
 _OF_TURN = ("from", "value", "weight")
 
 
@@ -40,6 +42,7 @@ class Chat:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    images: Sequence[Any] = ()  # in the order of the characters `IMAGE` in the messages
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def check_only_text(row: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for a line with images or other media."""
     for key in _MEDIA:
         if row.get(key):
-            raise ValueError(f'{where} has "{key}": this dataset has only text, no images or sounds')
+            raise ValueError(f'{where} has "{key}": this dataset has only text{_IMAGES}')
 
 
 # ---------------------------------------------------------------------------------------------- forms
@@ -183,7 +186,7 @@ def _content(value: Any, name: str) -> str:
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else _kind(part)
         if kind != "text" or not isinstance(part, dict):
-            raise ValueError(f"{name}[{number}] is of the type {kind}: this dataset has only text, no images or sounds")
+            raise ValueError(f"{name}[{number}] is of the type {kind}: this dataset has only text{_IMAGES}")
         texts.append(_text(part.get("text"), f"{name}[{number}].text"))
     return "".join(texts)
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ddpforge_transformers.chat_forms import Message
+from ddpforge_transformers.chat_forms import IMAGE, Message
 
 __all__ = [
     "Kind",
     "Part",
     "Stamped",
     "as_arguments",
+    "in_parts",
     "places",
     "printed_as",
     "stamped",
@@ -23,7 +24,7 @@ __all__ = [
 Kind = Literal["content", "tool_calls", "tools", "reasoning", "role"]
 Span = tuple[int, int]
 
-_TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning|tool_call|tool_calls|tool_response|tools)>)")
+_TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning|tool_call|tool_calls|tool_response|tools)>|" + IMAGE + ")")
 _STAMP = re.compile(r"zq\d{6}qz")
 
 
@@ -194,3 +195,15 @@ def with_same_arguments(message: Message, arguments: Any) -> Message:
         else:
             calls.append({**call, "function": {**inner, "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def in_parts(message: Message) -> Message:
+    """Returns a message whose content is a list of parts, as chat templates of vision models take it."""
+    pieces = message["content"].split(IMAGE)
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(pieces):
+        if number:
+            parts.append({"type": "image"})
+        if piece or len(pieces) == 1:
+            parts.append({"type": "text", "text": piece})
+    return {**message, "content": parts}

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpforge_transformers.chat_forms import Message
+from ddpforge_transformers.chat_forms import IMAGE, Message
 from ddpforge_transformers.chat_learnt import RenderedChat, first_of
-from ddpforge_transformers.chat_parts import Kind, with_same_arguments
+from ddpforge_transformers.chat_parts import Kind, in_parts, with_same_arguments
 from ddpforge_transformers.chat_template import ChatTemplate, Span, chat_template
 
 __all__ = ["ChatRenderer", "Rendered", "Span", "template_of", "tokens_of_text"]
@@ -119,8 +119,8 @@ class ChatRenderer:
         """Returns the template's text of messages and its marked spans; `answers` adds the prompt for an answer."""
         template = self._compiled(self._template(tools))
         given = messages
-        if self._in_parts(template):
-            given = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        if any(IMAGE in one["content"] for one in messages) or self._in_parts(template):
+            given = [in_parts(one) for one in messages]
         try:
             return template.render(
                 given, tools, answers=answers, options=self.tokenizer.special_tokens_map | dict(self.options)

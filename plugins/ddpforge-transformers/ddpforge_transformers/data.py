@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import groupby
@@ -11,19 +13,23 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import transformers
+from ddpforge.builtin.datasets.hugging_face import hub_fault
 from ddpforge.builtin.datasets.listing import BINARY, listed
+from ddpforge.errors import SetupError, UsageError, not_there
 from ddpforge.interfaces import Data
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from ddpforge_transformers.rows import check_characters
+from ddpforge_transformers.rows import check_characters, not_text
 
 __all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
 
 ddpforge_plugin_api = 3
 
+log = logging.getLogger("ddpforge")
 Batch = dict[str, Tensor]
 IGNORED = -100  # label that the loss ignores, as in transformers
 _NOT_TEXT = (*BINARY, ".json", ".csv", ".tsv")  # a folder's .json would be learnt with its keys and braces
@@ -59,9 +65,12 @@ class Tokenized:
     def text_parts(self, batch: Batch) -> list[list[tuple[str, str]]]:
         """Returns the text of each sample in parts (kind, text), for `ddpforge data show`; without padding.
 
-        Kinds are "learnt", and for tokens that are not learnt "special", if they are special tokens, or "given".
+        Kinds are "learnt", and for tokens that are not learnt "special", if they are special tokens, or "given". The
+        answers of a pair are texts of their own.
         """
         tokens, labels = batch["input_ids"], batch["labels"]
+        if tokens.ndim == 3:  # pairs of answers
+            tokens, labels = tokens.flatten(0, 1), labels.flatten(0, 1)
         if labels.ndim != tokens.ndim:  # classes
             return []
         return [self._parts(ids, mine) for ids, mine in zip(tokens.tolist(), labels.tolist(), strict=True)]
@@ -222,6 +231,8 @@ class TokenizedJSONL(Tokenized):
         if not self._rows:
             raise ValueError(f"{path} is empty")
         for number, row in enumerate(self._rows, 1):
+            if not row[field].strip() and not prompt:  # after a prompt, the end of the text is learnt
+                raise ValueError(f'{path}, sample {number}: "{field}" is empty, and nothing can be learnt from it')
             if classes is not None and not 0 <= row[label] < classes:
                 raise ValueError(f"{path}, sample {number}: class {row[label]} is not one of 0 to {classes - 1}")
 
@@ -332,12 +343,45 @@ def positions_of(starts: Tensor) -> Tensor:
     return places - begins
 
 
-def load_tokenizer(name: str) -> Any:
-    """Loads a saved tokenizer; raises ValueError if there is none."""
+def saved_folder(name: str, key: str) -> str:
+    """Returns the folder of a path, or a name on the hub unchanged; its folder in the cache if the hub is unreachable.
+
+    Raises UsageError, at `key`, for a missing folder, and SetupError if the hub does not answer and the name is not in
+    its cache. Without these checks transformers would look for a path on the hub, and try again for minutes.
+    """
     folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    path_like = name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
+    path_like |= "/" in name and Path(name).parent.is_dir()
+    if path_like or folder.exists():
+        hints = ["it must be a folder that `save_pretrained` wrote", *not_there(folder)]
+        raise UsageError(f"{key}: there is no folder {name}", hints=hints, key=key)
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON") and not _is_cached(name):
+        hints = [*not_there(folder), "HF_HUB_OFFLINE is set: only models in the cache of the hub are found by name"]
+        raise UsageError(
+            f"{key}: there is no folder {name}, and no such model in the hub's cache", hints=hints, key=key
+        )
+    if not (fault := hub_fault()):
+        return name
+    if not _is_cached(name):
+        hints = [*not_there(folder), "a model that was loaded before is in the cache of the hub, or name its folder"]
+        raise SetupError(f"{key}: there is no folder {name}, and {fault}", hints=hints, key=key)
+    log.warning("%s: %s; taken from the cache of the hub", name, fault)
+    return str(snapshot_download(name, local_files_only=True))
+
+
+def _is_cached(name: str) -> bool:
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+
+
+def load_tokenizer(name: str, key: str = "tokenizer") -> Any:
+    """Loads a saved tokenizer; raises UsageError or ValueError if there is none."""
+    place = saved_folder(name, key)
     try:
         # Never runs code of the tokenizer's folder. Without the keyword transformers would prompt on the terminal.
-        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
 
@@ -368,9 +412,17 @@ def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
         check_characters(row, f"{file}, line {number}")
+        if not isinstance(row, dict):
+            array = ": write one JSON object per line, not an array" if isinstance(row, list) else ""
+            raise ValueError(f"{file}, line {number} is not a JSON object{array}")
         for key, kind in wanted.items():
-            if not isinstance(row, dict) or type(row.get(key)) is not kind:
-                raise ValueError(f'{file}, line {number} needs "{key}", of type {kind.__name__}')
+            if type(row.get(key)) is not kind:
+                found = (
+                    f"its {key} is {row[key]!r:.40}" if key in row else f"it has the keys {', '.join(map(repr, row))}"
+                )
+                raise ValueError(
+                    f'{file}, line {number} needs "{key}", {"a text" if kind is str else "a whole number"}: {found}'
+                )
         yield row
 
 
@@ -378,7 +430,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
+        raise not_text(file, error) from error
 
 
 def _documents(files: Sequence[Path], field: str) -> Iterator[str]:

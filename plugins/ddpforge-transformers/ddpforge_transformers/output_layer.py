@@ -151,7 +151,9 @@ def token_log_probabilities(
 
 def check_output_layer(model: nn.Module, option: str) -> None:
     """Raises ValueError if no loss can be computed in the output layer; `option` is the task's option for it."""
-    layer, config = _layer_of(model), getattr(model, "config", None)
+    layer: Any = _layer_of(model)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
         raise ValueError(
             f"task.{option} computes the loss from the weights of the output layer, which must be a torch.nn.Linear in"

@@ -64,6 +64,12 @@ class PackedData(Tokenized):
             raise ValueError(
                 f"of: {type(of).__name__} cannot be packed: expected a dataset with a `tokenizer`, and random = False"
             )
+        if getattr(of, "has_images", False):
+            raise ValueError(
+                f"of: the samples of {type(of).__name__} have images, which cannot be packed: a block would need the"
+                " images of all its samples; use the dataset without packing, and train.max_tokens for batches of equal"
+                " length"
+            )
         if getattr(of, "document_mask", False):
             raise ValueError(f"of: the samples of {type(of).__name__} are blocks of documents already")
         self._pad, self.vocab_size = padding_of(self.tokenizer), len(self.tokenizer)

@@ -259,6 +259,8 @@ class PreferenceData(_Answers):
         if ("margin" in row) != has_margin or type(margin) not in (int, float) or not math.isfinite(margin):
             raise ValueError(f'{where}: expected a finite number "margin" in all lines or in none')
         prompt, chosen, rejected = _pair(row, where)
+        if chosen == rejected:
+            self._lost["are both the chosen and the rejected one of their pair, which teaches nothing"] += 1
         better, worse = (self._encode(where, prompt, answer) for answer in (chosen, rejected))
         return None if better is None or worse is None else (better, worse)
 
@@ -316,7 +318,11 @@ def _check_keys(row: Row, where: str, needed: tuple[str, ...]) -> None:
     missing = [key for key in needed if key not in row]
     if missing:
         has = ", ".join(f'"{key}"' for key in row) or "none"
-        hint = '; pairs with "chosen" and "rejected" are for the dataset preferences' if "chosen" in row else ""
+        other = (
+            "preferences" if "chosen" in row else "feedback" if "label" in row else "chat" if "messages" in row else ""
+        )
+        own = "preferences" if "chosen" in needed else "feedback"
+        hint = f"; such lines are for the dataset {other}" if other not in ("", own) else ""
         raise ValueError(f'{where} lacks "{missing[0]}"; it has the keys {has}{hint}')
     check_only_text(row, where)
 

@@ -2,23 +2,29 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import AuxiliaryModule, Callback, RunContext, Task, Total, Weights, World
+from ddpforge.interfaces import AuxiliaryModule, Task, Total, World
 from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge_transformers.output_layer import OutputLayer, check_output_layer, token_log_probabilities
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.reference_model import (
+    Beginning,
+    adapted_layers,
+    check_adapters,
+    evaluating,
+    without_adapters,
+)
 from ddpforge_transformers.tasks import LossChunk, check_attention, check_fit
 
-__all__ = ["DPO", "KTO", "ORPO", "LogProbabilities", "Reward", "without_adapters"]
+__all__ = ["DPO", "KTO", "ORPO", "LogProbabilities", "Reward"]
 
 ddpforge_plugin_api = 3
 
@@ -101,7 +107,7 @@ class _WithReference(_Answers):
         super().__init__(loss_chunk)
         self.beta, self.reference = beta, reference
         self._copy: nn.Module | None = None
-        self.callback = self._begin = _Beginning()
+        self.callback = self._begin = Beginning()
 
     def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         """Returns the frozen copy, if the reference is one."""
@@ -122,10 +128,10 @@ class _WithReference(_Answers):
             )
         self._begin.kind = kind
         if kind == "adapters":
-            _check_adapters(model)
+            check_adapters(model)
 
     def _kind(self, model: nn.Module) -> str:
-        return self.reference or ("adapters" if _layers(model) else "copy")
+        return self.reference or ("adapters" if adapted_layers(model) else "copy")
 
     @abstractmethod
     def sum_of_losses(self, outputs: Outputs) -> Tensor:
@@ -190,45 +196,6 @@ class _WithReference(_Answers):
         }
 
 
-class _Beginning(Callback):
-    """Checks the adapters before the first step, and knows whether the weights are still those of the start."""
-
-    def __init__(self) -> None:
-        self.kind = ""  # of the reference
-        self._run: RunContext | None = None
-        self._sums: dict[str, float] = {}
-
-    def on_start(self, run: RunContext) -> None:
-        """Raises UsageError for adapters that change the model before the first step: they are not the reference's."""
-        if self.kind not in ("adapters", "data"):
-            return
-        self._run, self._sums = run, _sums(run.weights)
-        changed = [name for name, total in self._sums.items() if "lora_B" in name and total]
-        if changed and self.kind == "adapters":
-            raise UsageError(
-                "the reference would be the model without its adapters, but training starts with trained ones:"
-                f" checkpoint.init_from loads `{changed[0]}`, which is not 0",
-                hints=['set task.reference = "copy": the reference is then the model that training starts from'],
-                key="task.reference",
-            )
-
-    def is_first(self) -> bool:
-        """Returns True once, if no step and no checkpoint has changed the weights since `on_start`. Collective."""
-        run, self._run = self._run, None
-        if run is None:
-            return False
-        changed = torch.tensor(float(_sums(run.weights) != self._sums), device=run.world.device)
-        return not run.world.global_ranks.all_reduce_sum(changed).item()
-
-
-def _sums(weights: Weights) -> dict[str, float]:
-    """Returns the sum of absolute values of this rank's part of each trained parameter."""
-    return {
-        name: float(torch.linalg.vector_norm(part.tensor.detach(), 1, dtype=torch.float64))
-        for name, part in weights.shards().items()
-    }
-
-
 class DPO(_WithReference):
     """Direct preference optimization: raises the probability of chosen answers over rejected ones, next to a reference.
 
@@ -245,6 +212,8 @@ class DPO(_WithReference):
     over pairs. Also reported: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies` and
     `logps/chosen`, `logps/rejected`.
     """
+
+    predicts_next_token = True
 
     def __init__(
         self,
@@ -292,6 +261,8 @@ class ORPO(_Answers):
     al., "ORPO" (2024). Batches and metrics are those of `dpo`; the rewards are beta * log p.
     """
 
+    predicts_next_token = True
+
     def __init__(
         self,
         *,
@@ -333,6 +304,7 @@ class KTO(_WithReference):
     the dataset `feedback`. All samples of a step on a rank are in one forward pass, because z is a mean over the step.
     """
 
+    predicts_next_token = True
     items = "answers"
     names = ("answer", "unrelated")
     data = FeedbackData
@@ -449,50 +421,3 @@ def _of_pairs(rewards: Tensor, logps: Tensor | None = None) -> Mapping[str, Tota
             "logps/rejected": Total(logps.detach()[:, 1].sum(), count),
         }
     return found
-
-
-def _layers(model: nn.Module) -> list[Any]:
-    """Returns the layers with adapters of peft."""
-    return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")]
-
-
-def _check_adapters(model: nn.Module) -> None:
-    """Raises ValueError if the model with its adapters switched off is not the initial model."""
-    layers = _layers(model)
-    if not layers:
-        raise ValueError('reference = "adapters" needs a model with adapters: set model.lora, or reference = "copy"')
-    if any(any(getattr(layer, "use_dora", {}).values()) for layer in layers):
-        raise ValueError('DoRA changes weights also if its adapters are switched off; set reference = "copy"')
-    adapted = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in adapted:
-            raise ValueError(
-                f'`{name}` is trained without adapters, so the reference would change; set reference = "copy"'
-            )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode within the block."""
-    modes = [(one, one.training) for one in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Multiplies the output of all adapters by 0, and sets evaluation mode, within the block."""
-    layers = _layers(model)
-    before = [dict(layer.scaling) for layer in layers]
-    for layer in layers:
-        layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for layer, scaling in zip(layers, before, strict=True):
-            layer.scaling.update(scaling)

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ddpforge_transformers.token_mixers import separate_documents
+
 __all__ = ["check_causal", "packing_fault"]
 
 log = logging.getLogger("ddpforge")
@@ -123,13 +125,15 @@ def _has_values(model: nn.Module) -> bool:
 
 def _small_copy(model: Any) -> nn.Module | None:
     """Returns a model of the same class with few layers and random weights; None if it cannot be built."""
-    config = copy.deepcopy(model.config)
+    whole = copy.deepcopy(model.config)
+    config = whole.get_text_config()
     config.num_hidden_layers = min(_LAYERS, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     try:
         with torch.device("cpu"):
-            built: nn.Module = type(model)(config)
+            built: nn.Module = type(model)(whole)
+        separate_documents(built)
     except Exception as error:  # models raise their own classes, without a common base
         log.warning("the model could not be probed, because a small copy of it cannot be built: %s", error)
         return None

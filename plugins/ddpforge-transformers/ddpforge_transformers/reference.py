@@ -27,7 +27,8 @@ from ddpforge.training.problems import Problems
 from torch import nn
 
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData, reference_lines
-from ddpforge_transformers.preferences import DPO, KTO, LogProbabilities, without_adapters
+from ddpforge_transformers.preferences import DPO, KTO, LogProbabilities
+from ddpforge_transformers.reference_model import without_adapters
 
 
 def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int = 8) -> int:

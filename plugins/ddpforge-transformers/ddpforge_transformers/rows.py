@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ddpforge.builtin.datasets.hugging_face import load_split
-from ddpforge.errors import library
+from ddpforge.builtin.datasets.listing import other_kind
+from ddpforge.errors import UsageError, library, not_there
 from pydantic import Field
 
-__all__ = ["Invalid", "OnInvalid", "Row", "Split", "check_characters", "is_dataset", "read_rows"]
+__all__ = ["Invalid", "OnInvalid", "Row", "Split", "check_characters", "is_dataset", "not_text", "read_rows"]
 
 Row = dict[str, Any]
 OnInvalid = Annotated[
@@ -24,11 +25,17 @@ Split = Annotated[
     Field(description='Split of a dataset of Hugging Face, e.g. "train[:90%]"; `path` is its name or folder.'),
 ]
 _HALF = re.compile("[\ud800-\udfff]")
+_OVER_LINES = "; write each object in one line, or an array in a file with the ending .json"
 _SHOWN = 8  # reasons
 
 
 def is_dataset(path: Path, split: str | None) -> bool:
-    """Returns whether a path is a dataset of Hugging Face: a name on the hub, or a folder of `save_to_disk`."""
+    """Returns whether a path is a dataset of Hugging Face: a name on the hub, or a folder of `save_to_disk`.
+
+    Raises UsageError for a file with a split.
+    """
+    if split is not None and path.is_file():
+        raise UsageError(f"split: {path} is a file, which has no splits", hints=["remove `split`"], key="split")
     return split is not None or any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -61,10 +68,20 @@ def _of_json(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
                     where = f"{file}, line {number}"
                     yield where, _object(line, where, "; a JSON array is read from a file with the ending .json")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}; write it as UTF-8") from error
+        raise not_text(file, error) from error
     except OSError as error:
-        hint = "; for a dataset on the hub set `split`" if not file.exists() else ""
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}{hint}") from error
+        found = not_text(file, error)
+        found.hints += ("for a dataset on the hub set `split`",) if not file.exists() else ()
+        raise found from error
+
+
+def not_text(file: Path, error: Exception) -> UsageError:
+    """Returns the error for a file that cannot be read as UTF-8, with its kind if it is known."""
+    if not file.is_file():
+        return UsageError(f"path: there is no file {file}", hints=not_there(file), key="path")
+    if found := other_kind(file.read_bytes()[:16]):
+        return UsageError(f"path: {file} {found[0]}, not text in UTF-8", hints=[found[1]], key="path")
+    return UsageError(f"path: {file} cannot be read as UTF-8 text: {error}", hints=["write it as UTF-8"], key="path")
 
 
 def _of_array(file: Path, text: str) -> Iterator[tuple[str, Row | ValueError]]:
@@ -81,7 +98,7 @@ def _object(line: str, where: str, hint: str) -> Row | ValueError:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        return ValueError(f"{where} is not JSON: {error}")
+        return ValueError(f"{where} is not JSON: {error}{_OVER_LINES if line.strip() in ('[', '{') else ''}")
     return _checked(row, where, f"expected one JSON object per line{hint if isinstance(row, list) else ''}")
 
 

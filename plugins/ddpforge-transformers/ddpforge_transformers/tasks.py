@@ -25,7 +25,7 @@ from ddpforge_transformers.packing import check_document_mask
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 from ddpforge_transformers.probe import check_causal
 
-__all__ = ["CausalLM", "LossChunk", "check_attention", "check_fit"]
+__all__ = ["CausalLM", "LossChunk", "Metrics", "check_attention", "check_fit", "labels_of"]
 
 ddpforge_plugin_api = 3
 
@@ -38,7 +38,7 @@ LossChunk = Annotated[
         description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
     ),
 ]
-_Metrics = Annotated[Sequence[Metric], Field(description="Metrics in addition to the loss.")]
+Metrics = Annotated[Sequence[Metric], Field(description="Metrics in addition to the loss.")]
 
 
 class CausalLM(Task):
@@ -60,7 +60,7 @@ class CausalLM(Task):
         self,
         *,
         label_smoothing: LabelSmoothing = 0.0,
-        metrics: _Metrics = (),
+        metrics: Metrics = (),
         z_loss: ZLoss = None,
         loss_chunk: LossChunk = None,
         loss_kernel: Annotated[
@@ -105,7 +105,7 @@ class CausalLM(Task):
 
         The logits are None if the loss is computed in the output layer.
         """
-        targets = next_tokens(_labels(batch))
+        targets = next_tokens(labels_of(batch))
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.loss_in_model:
             return self._output_of(model)(model, inputs, self._function(targets)), None
@@ -115,7 +115,7 @@ class CausalLM(Task):
 
     def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over tokens, from the logits."""
-        return self._cross_entropy(outputs, _labels(batch)[:, 1:])
+        return self._cross_entropy(outputs, labels_of(batch)[:, 1:])
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(
@@ -134,7 +134,7 @@ class CausalLM(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""
-        targets = _labels(batch)[:, 1:]
+        targets = labels_of(batch)[:, 1:]
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -142,13 +142,13 @@ class CausalLM(Task):
 
     def count(self, batch: Batch) -> Tensor:
         """Returns the number of labels that are not ignored."""
-        return (_labels(batch)[:, 1:] != IGNORED).sum()
+        return (labels_of(batch)[:, 1:] != IGNORED).sum()
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the metrics of the recipe, over counted tokens only."""
         if not self._metrics:
             return {}
-        targets = _labels(batch)[:, 1:]
+        targets = labels_of(batch)[:, 1:]
         counted = targets != IGNORED
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
@@ -179,13 +179,13 @@ class CausalLM(Task):
             check_output_layer(model, self._option)
 
 
-def _labels(batch: Any) -> Tensor:
+def labels_of(batch: Any, task: str = "causal_lm") -> Tensor:
     """Returns the labels [B, T] of a batch; raises UsageError if it has none."""
     if isinstance(batch, Mapping) and "labels" in batch:
         labels: Tensor = batch["labels"]
         return labels
     raise UsageError(
-        f"task causal_lm takes a batch {{input_ids, labels}}; the data gives {described(batch)}",
+        f"task {task} takes a batch {{input_ids, labels}}; the data gives {described(batch)}",
         hints=[
             'return dicts as samples, {"input_ids": tokens, "labels": tokens}, with -100 for labels that do not count',
             'for pairs (tokens, next tokens) and a model that returns logits, set task.use = "language_modeling"',
@@ -216,13 +216,15 @@ def check_fit(model: nn.Module, data: Any) -> None:
             " of a micro-batch and would depend on its size; the task does not add it: set"
             " model.options.output_router_logits = false"
         )
+    text = config.get_text_config()  # of a model that also takes images
     longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
     for noun, has, takes, key in (
-        ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
-        ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
+        ("different tokens", getattr(data, "vocab_size", None), getattr(text, "vocab_size", None), "vocab_size"),
+        ("tokens per sample", longest, getattr(text, "max_position_embeddings", None), "max_position_embeddings"),
     ):
         if has is not None and takes is not None and has > takes:
-            hint = f"set model.options.{key} = {has}"
+            part = "" if text is config else "text_config."
+            hint = f"set model.options.{part}{key} = {has}"
             if getattr(model, "keeps_saved_dtype", False):  # saved weights have this shape
                 fewer = "block_size" if getattr(data, "block_size", None) else "max_length"
                 hint = (

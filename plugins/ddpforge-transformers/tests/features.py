@@ -11,6 +11,7 @@ from ddpforge.builtin.models.lora import Adapters
 from ddpforge.interfaces import World
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.tensor.sharding_plan import resolve
+from hybrids import HYBRIDS, MIXING
 from safetensors.torch import save_model
 from test_chat_templates import OWN
 from test_packing import MIXED_UP, MODELS, SEPARATE
@@ -24,7 +25,7 @@ from ddpforge_transformers.preference_data import PreferenceData
 from ddpforge_transformers.preferences import DPO
 from ddpforge_transformers.tasks import CausalLM
 
-KINDS: dict[str, dict[str, Any]] = dict(sorted((MODELS | SEPARATE | MIXED_UP).items()))
+KINDS: dict[str, dict[str, Any]] = dict(sorted((MODELS | SEPARATE | MIXED_UP | HYBRIDS | MIXING).items()))
 ALONE = SingleRank(torch.device("cpu"))
 WORLD = World(global_ranks=ALONE, dp_ranks=ALONE, device=ALONE.device, local_rank=0)
 LORA = Adapters(targets="all-linear", r=2)

@@ -372,7 +372,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no-answer": ({"messages": [USER]}, {}, r"line 2: no message has a role that is learnt \(assistant\)"),
     "sharegpt-role": ({"conversations": [{"from": "me", "value": "x"}]}, {"form": "sharegpt"}, "line 1 has the form"),
     "empty-folder": (None, {"path": "."}, "contains no .jsonl files"),
-    "no-file": (None, {"path": "nowhere.jsonl"}, "cannot be read as UTF-8 text"),
     "no-template": (None, {"tokenizer": "bare"}, "line 1: the tokenizer .*bare has no chat template; set `template`"),
     "no-padding": (None, {"tokenizer": "endless"}, "has neither a padding nor an end-of-text token"),
     "template-file": (None, {"template": Path("nowhere.jinja")}, "template: nowhere.jinja cannot be read"),

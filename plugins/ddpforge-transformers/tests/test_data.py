@@ -1,14 +1,19 @@
 """Packing and padding of tokens."""
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ddpforge.errors import SetupError, UsageError
 from transformers import AutoTokenizer
 
-from ddpforge_transformers.data import TokenizedJSONL, TokenizedText
+from ddpforge_transformers.chat import ChatData
+from ddpforge_transformers.data import TokenizedJSONL, TokenizedText, load_tokenizer
+from ddpforge_transformers.models import causal_lm
 
 END = 1
 
@@ -58,12 +63,13 @@ def test_labels_are_classes_and_a_class_out_of_range_is_refused(samples: Path, t
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ('{"text": "a"}\n{"txt": "a"}', {}, 'line 2 needs "text", of type str'),
-        ('{"text": "a", "label": true}', {"classes": 2}, 'needs "label", of type int'),
+        ('{"text": "a"}\n{"txt": "a"}', {}, "line 2 needs \"text\", a text: it has the keys 'txt'"),
+        ('{"text": 3}', {}, 'line 1 needs "text", a text: its text is 3'),
+        ('[{"text": "a"}]', {}, "line 1 is not a JSON object: write one JSON object per line, not an array"),
+        ('{"text": "a", "label": true}', {"classes": 2}, 'needs "label", a whole number: its label is True'),
         ('\n{"text": ', {}, "line 2 is not JSON"),
         ("", {}, "is empty"),
-        (None, {}, "cannot be read"),
-        ("{}", {"tokenizer": "./nowhere/at/all"}, "no tokenizer could be loaded"),
+        ('{"text": "a"}\n{"text": " "}', {}, 'sample 2: "text" is empty, and nothing can be learnt from it'),
         ("{}", {"classes": 2, "prompt": "ask"}, "for language models"),
     ],
 )
@@ -75,6 +81,79 @@ def test_invalid_input_is_refused(
         file.write_text(content)
     with pytest.raises(ValueError, match=message):
         TokenizedJSONL(**{"path": file, "tokenizer": str(tokenizer), **options})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "path: there is no file"),
+        (gzip.compress(b"{}"), "is compressed with gzip, not text in UTF-8"),
+        ("{}".encode("utf-16"), "is text in UTF-16, not text in UTF-8"),
+        (b"{\xe4}", "cannot be read as UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tokenized_jsonl", "chat"])
+def test_a_file_of_another_kind_is_named(
+    kind: str, content: bytes | None, message: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        (TokenizedJSONL if kind == "tokenized_jsonl" else ChatData)(path=file, tokenizer=str(tokenizer))
+    assert message in caught.value.message
+    assert caught.value.key == "path"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "/nowhere", "a/b/c", "tokens/mine"])
+def test_a_missing_folder_is_refused_without_a_look_at_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").mkdir()  # so `tokens/mine` is a path, although a name on the hub has this form
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", None)
+    for load, key in ((load_tokenizer, "tokenizer"), (lambda name: causal_lm(pretrained=name), "pretrained")):
+        with pytest.raises(UsageError, match=f"{key}: there is no folder {name}") as caught:
+            load(name)
+        assert caught.value.key == key
+
+
+def test_without_the_hub_only_cached_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="no such model in the hub's cache") as caught:
+        load_tokenizer("owner/absent")
+    assert "HF_HUB_OFFLINE is set" in caught.value.hints[-1]
+
+
+def test_without_a_network_a_name_that_is_not_cached_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One short request, instead of those of transformers, which are repeated for a minute."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("ddpforge_transformers.data.hub_fault", lambda: "https://hub cannot be reached (away)")
+    monkeypatch.setattr("socket.getaddrinfo", None)
+    for load, key in ((load_tokenizer, "tokenizer"), (lambda name: causal_lm(pretrained=name), "pretrained")):
+        with pytest.raises(SetupError, match=rf"{key}: there is no folder org/name, and https://hub cannot be rea"):
+            load("org/name")
+
+
+def test_without_a_network_a_cached_name_is_its_folder_in_the_cache(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("ddpforge_transformers.data.hub_fault", lambda: "https://hub cannot be reached (away)")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("c0ffee")
+    shutil.copytree(tokenizer, cached / "snapshots/c0ffee")
+    assert len(load_tokenizer("org/name")) == len(load_tokenizer(str(tokenizer)))
+    assert "org/name: https://hub cannot be reached (away); taken from the cache of the hub" in caplog.text
+
+
+def test_a_split_of_a_file_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match=r"x\.jsonl is a file, which has no splits"):
+        ChatData(path=tmp_path / "x.jsonl", tokenizer=str(tokenizer), split="train")
 
 
 def test_only_text_and_jsonl_of_a_folder_are_learnt(

@@ -81,7 +81,6 @@ def test_classifier_loads_the_saved_body_with_a_new_head(tmp_path: Path) -> None
         ({"model_type": "llama", "options": {"hiden_size": 8}}, "no key `hiden_size`; did you mean `hidden_size`"),
         ({"model_type": "llama", "options": {"hidden_size": "8"}}, "refuses its options"),
         ({"model_type": "llama", "options": {"dtype": "bfloat16"}}, "options.dtype cannot be set"),
-        ({"pretrained": "./nothing/here"}, "neither a folder"),
         ({"model_type": "vit"}, "cannot build this vit"),
     ],
 )

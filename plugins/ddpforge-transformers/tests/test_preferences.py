@@ -321,6 +321,28 @@ def test_equal_answers_and_answers_with_an_equal_begin_keep_their_last_message(
         assert tuple(data.tokenizer.decode(one[one != -100]) for one in labels) == learnt
 
 
+def test_the_prompt_of_each_answer_is_shown_as_given(pairs: Callable[..., PreferenceData]) -> None:
+    data = pairs({"prompt": "ab", "chosen": "c", "rejected": "de"})
+    shown = data.text_parts(batch_of(data))
+    assert [[kind for kind, _ in one] for one in shown] == [["given", "learnt"]] * 2
+    assert [one[1][1][: len(answer)] for one, answer in zip(shown, ("c", "de"), strict=True)] == ["c", "de"]
+
+
+def test_pairs_without_a_difference_are_counted_in_a_warning(
+    pairs: Callable[..., PreferenceData], caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs({"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert "1 answers are both the chosen and the rejected one of their pair, which teaches nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "dataset"), [({"prompt": "a", "completion": "b", "label": True}, "feedback"), ({"messages": []}, "chat")]
+)
+def test_lines_of_another_dataset_name_it(pairs: Callable[..., PreferenceData], row: Any, dataset: str) -> None:
+    with pytest.raises(ValueError, match=f"such lines are for the dataset {dataset}"):
+        pairs(row)
+
+
 # ---------------------------------------------------------------------------------------------- references
 LORA = {"targets": ["q_proj", "v_proj"], "r": 4}
 

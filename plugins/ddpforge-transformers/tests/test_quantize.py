@@ -24,6 +24,7 @@ from ddpforge_transformers.models import causal_lm
 
 pytest.importorskip("bitsandbytes")
 TARGETS = ["q_proj", "v_proj"]
+PISSA, LOFTQ = (Adapters(targets=TARGETS, r=4, init=init) for init in ("pissa", "loftq"))
 QUANTIZE = {
     "nf4": 'quantize = "nf4"',
     "double": 'quantize = "nf4"\ndouble_quant = true',
@@ -84,11 +85,31 @@ def test_adapters_train_as_on_the_unpacked_weights(form: Any, dora: bool | None,
         torch.testing.assert_close(gradients[name], value, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_loftq_restores_as_much_of_the_weights_as_the_rank_allows(form: Any, tmp_path: Path) -> None:
+    """Compares with the singular values of the quantization error: Eckart and Young (1936)."""
+    folder = save(tmp_path / "base", dtype=torch.float32)
+    model: Any = causal_lm(pretrained=str(folder), lora=LOFTQ, quantize=form)
+    saved: Any = causal_lm(pretrained=str(folder))
+    layers = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    adapted = [name.removesuffix(".base_layer") for name in layers if name.endswith(".base_layer")]
+    assert adapted
+    for name in adapted:
+        layer, weight = model.get_submodule(name), saved.get_submodule(name).weight.detach()
+        update = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        lost = torch.linalg.svdvals(weight - layer.base_layer.weight)
+        left = (weight - layer.base_layer.weight - update).norm()
+        torch.testing.assert_close(left, lost[4:].norm(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lora": None, "quantize": "nf4"}, 'quantize = "nf4" needs `lora`: quantized weights cannot be trained'),
         ({"weights": False, "quantize": "nf4"}, 'quantize = "nf4" needs the saved weights of `pretrained`'),
+        ({"lora": PISSA, "quantize": "nf4"}, 'init = "pissa" changes the weights of adapted layers'),
+        ({"lora": PISSA, "weights": False}, 'lora.init = "pissa" needs the saved weights of `pretrained`'),
+        ({"lora": LOFTQ}, 'init = "loftq" needs quantized layers, and `model.layers.0.'),
         ({"double_quant": True}, 'double_quant is for quantize = "nf4"'),
         ({"double_quant": False, "quantize": "int8"}, 'double_quant is for quantize = "nf4"'),
     ],

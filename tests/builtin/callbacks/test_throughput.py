@@ -42,6 +42,6 @@ def test_utilisation_is_omitted_after_a_rollback() -> None:
     assert throughput.on_log(info(20, 160))["perf/mfu"] == pytest.approx(0.8)
 
 
-def test_peak_flops_without_flops_per_sample_is_refused() -> None:
-    with pytest.raises(ValueError, match="set both or neither"):
-        Throughput(peak_flops=1e12)
+def test_flops_per_sample_without_peak_flops_is_refused() -> None:
+    with pytest.raises(ValueError, match="flops_per_sample: it requires peak_flops"):
+        Throughput(flops_per_sample=1e12)

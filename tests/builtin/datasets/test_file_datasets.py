@@ -8,9 +8,12 @@ import pickle
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from email.message import Message
 from functools import partial
 from pathlib import Path
-from typing import Any
+from ssl import SSLError
+from typing import Any, Never
+from urllib.error import HTTPError, URLError
 
 import numpy as np
 import pytest
@@ -339,7 +342,7 @@ def test_arrays_in_token_and_index_files_are_never_unpickled(tmp_path: Path, for
     payload = payloads(marker)["npy"]
     if form == "npy":
         (tmp_path / "tokens.npy").write_bytes(payload)
-        with pytest.raises(ValueError, match=r"Python objects in dtype|Object arrays"):
+        with pytest.raises(UsageError, match=r"Python objects in dtype|Object arrays"):
             Tokens(path=tmp_path / "tokens.npy", block_size=1)
     else:
         write_tar(tmp_path / "one.tar", [{"cls": b"1"}])
@@ -511,7 +514,7 @@ def test_invalid_token_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no such file"):
         Tokens(path=tmp_path / "none.bin")
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match="3 bytes, not a multiple of the 2 bytes of uint16"):
+    with pytest.raises(UsageError, match="3 bytes, not a multiple of the 2 bytes of uint16"):
         Tokens(path=tmp_path / "odd.bin")
     np.save(tmp_path / "floats.npy", np.zeros((3, 2)))
     with pytest.raises(ValueError, match=r"contains float64 of shape \[3, 2\]"):
@@ -564,7 +567,7 @@ def test_token_file_of_another_format_is_refused_by_name(tmp_path: Path) -> None
         Tokens(path=tmp_path / "a.bin", block_size=8)
     np.save(tmp_path / "cut.npy", np.arange(100, dtype=np.uint16))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cut\.npy is not a whole \.npy file"):
+    with pytest.raises(UsageError, match=r"cut\.npy is not a whole \.npy file"):
         Tokens(path=tmp_path / "cut.npy", block_size=8)
     np.save(tmp_path / "signed.npy", np.full(100, -1, dtype=np.int16))
     with pytest.raises(UsageError, match="contains the token -1, which no vocabulary has; it is at position 0"):
@@ -851,3 +854,88 @@ def test_error_for_rows_of_different_lengths_names_the_column(tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"columns: rows have different shapes in `x`: \[1\] and \[2\]") as told:
         next(iter(opened(streamed(tmp_path, "json"), batch=4).evaluation()))
     assert "pad them" in told.value.hints[0]
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("lines", "options", "message", "hint"),
+    [
+        (
+            ['{"x": 1, "y": 1}', '{"x": null, "y": 1}'],
+            {},
+            "row 2 has no value (null) in `x`, and so have 1 of 2",
+            "fill",
+        ),
+        (['{"x": 1, "y": 1}'], {"split": "test"}, 'has no split "test"', "it has 'train'"),
+        (['{"x": 1, "y": 1}'], {"split": "train[:8"}, 'has no split "train[:8": Unrecognized', '"train[:90%]"'),
+        (['{"x": 1, "y": 1}'], {"split": "train[100%:]"}, "corresponds to no data", '"train[:90%]"'),
+        ([], {}, "has no rows", "the file is empty"),
+    ],
+)
+def test_mistakes_with_hugging_face_data_are_named_before_training(
+    tmp_path: Path, lines: list[str], options: dict[str, Any], message: str, hint: str
+) -> None:
+    (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    given: dict[str, Any] = {"path": "json", "split": "train", "columns": ["x", "y"]} | options
+    with pytest.raises(UsageError) as caught:
+        hugging_face(data_files=str(tmp_path / "d.jsonl"), **given)
+    assert message in caught.value.message
+    assert hint in "; ".join(caught.value.hints)
+    assert caught.value.key in ("columns", "split", "data_files")
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "~/nowhere", "/nowhere/at/all"])
+def test_a_missing_folder_is_not_looked_up_on_the_hub(path: str) -> None:
+    with pytest.raises(SetupError, match=f"there is no file or folder {path}"):
+        hugging_face(path=path, split="train", columns=["x"])
+
+
+def test_a_cut_tar_file_is_a_likely_cause_of_a_missing_field(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [{"cls": b"1", "txt": b"a"}, {"cls": b"2"}])
+    with pytest.raises(UsageError, match="but no txt") as caught:
+        Tar(path=str(tmp_path / "a.tar"), fields=["cls", "txt"])
+    assert "the file is cut: copy it again" in caught.value.hints[0]
+
+
+def test_a_name_on_the_hub_is_refused_at_once_if_the_hub_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One short request, instead of those of datasets, which are repeated for half a minute. A cached name is read."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def unreachable(request: Any, timeout: float) -> Never:
+        asked.append((request.full_url, timeout))
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(hf, "urlopen", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it was looked up"))
+    hf.hub_fault.cache_clear()
+    try:
+        with pytest.raises(SetupError, match=r"path: org/name cannot be loaded: https://hub cannot be reached \(no r"):
+            hugging_face(path="org/name", split="train", columns=["x"])
+        (tmp_path / "org___name").mkdir()
+        with pytest.raises(pytest.fail.Exception, match="it was looked up"):
+            hugging_face(path="org/name", split="train", columns=["x"])
+        assert asked == [("https://hub", 5.0)]
+    finally:
+        hf.hub_fault.cache_clear()
+
+
+@pytest.mark.parametrize("answer", [HTTPError("https://hub", 401, "", Message(), None), URLError(SSLError("old"))])
+def test_a_hub_that_answers_with_an_error_is_reached(answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves errors of a login or of a certificate to the libraries of the hub."""
+
+    def answers(*_: Any, **__: Any) -> Never:
+        raise answer
+
+    monkeypatch.setattr(hf, "urlopen", answers)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hf.hub_fault.cache_clear()
+    try:
+        assert hf.hub_fault() == ""
+    finally:
+        hf.hub_fault.cache_clear()

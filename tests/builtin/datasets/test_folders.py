@@ -368,3 +368,9 @@ def test_a_class_that_is_named_may_have_no_image(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "a.png")
     assert ImageFolder(path=tmp_path, size=4, class_names=["cat", "eel"]).classes == 2
+
+
+def test_a_target_among_the_inputs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,y\n1,2\n")
+    with pytest.raises(UsageError, match="inputs: 'y' is the target"):
+        CSVTable(path=tmp_path / "d.csv", target="y", inputs=["a", "y"])

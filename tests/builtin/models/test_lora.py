@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from checkpoint.doubles import checkpoint_of, write
@@ -18,6 +19,7 @@ from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces import CanonicalState
+from ddpforge.interop.adapters import adapter_config
 from ddpforge.interop.export import export, export_adapters
 from ddpforge.strategies.named_state import tensors
 
@@ -110,6 +112,45 @@ def test_adapters_are_scaled_by_alpha_over_r() -> None:
 def test_invalid_targets_are_refused(options: dict[str, list[str]], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         lora(base=gpt(), **options)  # type: ignore[arg-type]
+
+
+def test_ranks_and_alphas_by_layer_are_those_of_peft() -> None:
+    """Checks also the exported config. The last pattern that matches a layer counts."""
+    patterns = {"rank_pattern": {"qkv": 2, "blocks.1.*": 3}, "alpha_pattern": {"*.mlp.0": 8}}
+    model = lora(base=gpt(), targets=["qkv", "mlp.0"], r=4, alpha=2, **patterns)  # type: ignore[arg-type]
+    ranks = {name: x.shape[0] for name, x in model.named_parameters() if "lora_A" in name}
+    assert list(ranks.values()) == [2, 4, 3, 3]  # qkv and the MLP of block 0, then of block 1
+    scalings = [float(x) for name, x in model.named_buffers() if name.endswith("lora_scaling")]
+    assert scalings == pytest.approx([2 / 2, 8 / 4, 2 / 3, 8 / 3])
+    again = peft.inject_adapter_in_model(adapter_config(model), gpt())
+    assert {name: x.shape[0] for name, x in again.named_parameters() if "lora_A" in name} == ranks
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_match_no_adapted_layer_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: `head` matches no adapted layer, e.g. blocks.0.attention.qkv"):
+        lora(base=gpt(), targets=["qkv"], **{key: {"head": 2}})  # type: ignore[arg-type]
+
+
+def test_pissa_begins_with_the_largest_singular_values_and_keeps_the_outputs() -> None:
+    model, base = lora(base=gpt(), targets=["qkv"], r=4, alpha=2, init="pissa"), gpt()
+    torch.testing.assert_close(model(TOKENS), base(TOKENS))
+    layer: Any = model.get_submodule("blocks.0.attention.qkv")
+    weight = base.get_parameter("blocks.0.attention.qkv.weight").detach()
+    update = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    torch.testing.assert_close(update, u[:, :4] * s[:4] @ vh[:4])
+    torch.testing.assert_close(layer.base_layer.weight, weight - update)
+
+
+def test_initial_adapters_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'init = "loftq" needs quantized layers, and `blocks.0.attention.qkv` is not'):
+        lora(base=gpt(), targets=["qkv"], init="loftq")
+    with pytest.raises(ValueError, match='init = "loftq" and `dora` cannot be used together'):
+        lora(base=gpt(), targets=["qkv"], init="loftq", dora=True)
+    model = lora(base=gpt(), targets=["qkv"], init="pissa")
+    with pytest.raises(UsageError, match="a folder of peft has adapters for the saved weights"):
+        adapter_config(model)
 
 
 def test_base_model_on_the_meta_device_is_refused() -> None:

@@ -369,6 +369,19 @@ def test_annotations_become_images_and_boxes(boxes: Path, caplog: pytest.LogCapt
     assert [len(one["boxes"]) for one in targets] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("bbox", "warning"), [([0.1, 0.2, 0.5, 0.5], "all boxes are within one pixel"), (None, "no image has a box")]
+)
+def test_boxes_from_0_to_1_and_images_without_boxes_are_warned_of(
+    boxes: Path, bbox: list[float] | None, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = json.loads((boxes / "boxes.json").read_text())
+    content["annotations"] = [one | {"bbox": bbox} for one in content["annotations"]] if bbox else []
+    (boxes / "boxes.json").write_text(json.dumps(content))
+    CocoDetection(annotations=boxes / "boxes.json", images=boxes / "images")
+    assert warning in caplog.text
+
+
 def test_flips_move_the_boxes(boxes: Path) -> None:
     data = CocoDetection(annotations=boxes / "boxes.json", images=boxes / "images", crowds=True, flip=True)
     torch.manual_seed(0)
@@ -378,7 +391,13 @@ def test_flips_move_the_boxes(boxes: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"annotations": 3}, "is not in COCO's format: TypeError"),
+        ({"annotations": 3}, 'is not in COCO\'s format: it has no list "annotations"'),
+        (
+            {"annotations": [{"id": 7, "image_id": 1, "category_id": 3, "bbox": [1, 2, 3]}]},
+            r"7 has the bbox \[1, 2, 3\]",
+        ),
+        ({"annotations": [{"id": 7, "image_id": 1, "category_id": 3}]}, "annotation 7 has the bbox None"),
+        ({"images": [{"id": 1}], "annotations": []}, "an entry has no 'file_name'"),
         ({"categories": []}, "annotation .* has the category_id [37], which no category has"),
         ({"images": [], "annotations": []}, "has no images"),
         ({"images": [{"id": 1, "file_name": "gone.png"}], "annotations": []}, "there is no file .*gone.png"),
@@ -389,6 +408,12 @@ def test_wrong_annotations_are_refused(boxes: Path, change: dict[str, Any], mess
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises((SetupError, UsageError), match=message):
         CocoDetection(annotations=file, images=boxes / "images")
+
+
+def test_an_empty_file_of_annotations_is_named(boxes: Path) -> None:
+    (boxes / "boxes.json").write_text("\n")
+    with pytest.raises(UsageError, match=r"boxes\.json is empty"):
+        CocoDetection(annotations=boxes / "boxes.json", images=boxes / "images")
 
 
 def test_torchmetric_keeps_lists_of_images_apart() -> None:

@@ -147,12 +147,17 @@ class Terminal(io.StringIO):
 
 def test_line_includes_the_speed_columns_of_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None))
-    speeds = {"train/samples_per_second": 1165.2, "train/tokens_per_second": 9.55, "train/time/data": 0.034}
+    speeds = {
+        "train/samples_per_second": 1165.2,
+        "train/tokens_per_second": 9.55,
+        "train/time/data": 0.034,
+        "perf/mfu": 0.415,
+    }
     for step in (1, 2):
         clock.now += 2.0
         tracker.log(step, {"train/loss": 0.5} | speeds)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith("step 2 loss 0.5000 0.5 step/s 1,165 samples/s 9.6 tokens/s data 3%")
+    assert last.endswith("step 2 loss 0.5000 0.5 step/s 1,165 samples/s 9.6 tokens/s mfu 42% data 3%")
 
 
 def test_steps_and_samples_per_second_are_of_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:

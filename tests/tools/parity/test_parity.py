@@ -16,7 +16,7 @@ from support.launched import Zygote
 from ddpforge.components.installed import Entry
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, RecipeError, UsageError
-from ddpforge.guard.comparison import TOLERANCES, Quantity, Record, compare, first_drift
+from ddpforge.guard.comparison import TOLERANCES, VISIBLE, Quantity, Record, compare, first_drift
 from ddpforge.tools.parity.runs import ParityReport, RunFailed, parity
 from ddpforge.tools.parity.specs import parse, split
 
@@ -258,6 +258,52 @@ def test_one_tolerance_scales_the_others() -> None:
     assert (scaled.weights, scaled.metrics) == pytest.approx((FP32.weights * 100, FP32.metrics * 100))
 
 
+# ---------------------------------------------------------------------------------------------- measured rounding
+def near(factor: float) -> Record:
+    """Returns the reference as if its weights had been perturbed: losses and weights differ by `factor`."""
+    rows = {step: {"train/loss": 2.0 / step * (1 + factor)} for step in range(1, 6)}
+    begins = {"w": INITIAL["w"] * (1 + factor)}
+    return run_with(rows, initial=begins, final={"w": begins["w"] + torch.tensor([0.0, 0.2 * (1 + factor)])})
+
+
+def tolerance(name: str, record: Record, *perturbed: Record) -> float:
+    return next(one for one in compare(record, REFERENCE, VISIBLE, perturbed) if one.name == name).tolerance
+
+
+def test_tolerances_are_four_times_measured_rounding_and_at_most_visible_differences() -> None:
+    assert tolerance("train/loss", REFERENCE, near(1e-4), near(2e-4)) == pytest.approx(8e-4)
+    assert tolerance("train/loss", REFERENCE, near(1e-9)) == pytest.approx(1e-5)
+    assert tolerance("train/loss", REFERENCE, near(0.5)) == VISIBLE.loss
+    assert tolerance("lr", REFERENCE, near(1e-4)) == 1e-12  # a function of the step
+
+
+def test_a_perturbation_of_the_initial_weights_is_not_a_difference_of_their_change() -> None:
+    """Perturbs `w` so that its change differs by 1e-3, and its initial value by more."""
+    assert tolerance("weights", REFERENCE, near(1e-3)) == pytest.approx(4 * 0.2e-3 / math.hypot(0.2, 0.1), rel=1e-2)
+
+
+def test_metrics_that_count_samples_have_a_tolerance_without_a_measured_difference() -> None:
+    evaluated = run_with({5: {"eval/accuracy": 0.5, "eval/loss": 1.0}})
+    found = {one.name: one.tolerance for one in compare(evaluated, evaluated, VISIBLE, [evaluated])}
+    assert (found["eval/accuracy"], found["eval/loss"]) == (1e-3, 1e-5)
+
+
+def test_the_gradient_of_one_parameter_is_named_although_the_norm_of_all_is_the_same() -> None:
+    gradients = {"w": torch.tensor([3.0, 4.0]), "router": torch.tensor([0.01, 0.0])}
+    reference = replace(REFERENCE, gradients=gradients)
+    wrong = replace(REFERENCE, gradients=gradients | {"router": torch.tensor([0.005, 0.0])})
+    drift = first_drift(compare(wrong, reference, VISIBLE, [reference]))
+    assert drift is not None
+    assert (drift[0].name, drift[1].step, drift[0].where) == ("gradients", 1, "router")
+    assert [(one.name, one.multiple) for one in drift[0].worst] == [("router", pytest.approx(0.5))]
+
+
+def test_the_change_of_one_weight_is_named() -> None:
+    half = run_with(final={"b": torch.tensor([0.0, 0.05])})
+    found = {one.name: one for one in compare(half, REFERENCE, VISIBLE, [near(1e-6)])}
+    assert [(one.name, one.multiple) for one in found["updates"].worst] == [("b", pytest.approx(0.5))]
+
+
 # ---------------------------------------------------------------------------------------------- real runs
 RECIPE = """\
 recipe = 2
@@ -293,7 +339,8 @@ def compared(zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
         output.write((ended.stdout + ended.stderr).encode())
         return next((code for code in ended.codes if code), 0)
 
-    def run(*strategies: str, ranks: int = 2, steps: int = 4, **more: Any) -> ParityReport:
+    def run(*strategies: str, ranks: int = 2, steps: int = 4, measured: bool = False, **more: Any) -> ParityReport:
+        more = ({} if measured else {"tolerance": FP32.loss}) | more  # saves the two runs that measure rounding
         return parity("tiny.toml", strategies, ranks=ranks, steps=steps, out=folder / "out", **more)
 
     monkeypatch.setattr("ddpforge.launchers.process.launch", launch)
@@ -307,7 +354,9 @@ def drift(report: ParityReport, number: int) -> tuple[str, int] | None:
 
 def test_correct_strategies_do_not_drift_and_wrong_ones_do(compared: Compare) -> None:
     wrong = "./wrong_strategies.py"
-    report = compared("ddp", "single@1", f"{wrong}:ForgetsToAverage", f"{wrong}:Slips", f"{wrong}:Slips:2@4")
+    report = compared(
+        "ddp", "single@1", f"{wrong}:ForgetsToAverage", f"{wrong}:Slips", f"{wrong}:Slips:2@4", measured=True
+    )
     assert [drift(report, number) for number in range(5)] == [
         None,
         None,
@@ -319,7 +368,34 @@ def test_correct_strategies_do_not_drift_and_wrong_ones_do(compared: Compare) ->
     assert slip is not None
     assert slip[1].difference == pytest.approx(0.1, rel=1e-3)
     assert not report.same
+    assert {one.name for one in report.measured} >= {
+        "train/loss",
+        "train/grad_norm",
+        "weights",
+        "gradients",
+        "updates",
+    }
+    assert all(1e-5 <= one.tolerance < 1e-3 for one in report.measured if one.name in ("gradients", "weights"))
     assert not Path("tracked").exists()  # parity disables the recipe's trackers
+
+
+def test_bf16_is_compared_by_its_own_rounding_and_each_gradient_has_its_factor(compared: Compare) -> None:
+    report = compared(
+        "ddp@1", "./wrong_strategies.py:Slips:1@1", "single@1", sets=["train.precision=bf16"], measured=True
+    )
+    wrong, right = report.verdicts[1:]
+    assert wrong.drift is not None
+    gradients = next(one for one in wrong.quantities if one.name == "gradients")
+    assert {round(one.multiple or 0, 2) for one in gradients.worst} == {1.1}
+    assert len(gradients.worst) == 4
+    assert right.same
+    assert 1e-2 < next(one.tolerance for one in report.measured if one.name == "gradients") < 0.5
+
+
+def test_a_given_tolerance_is_used_without_a_measurement(compared: Compare, folder: Path) -> None:
+    report = compared("ddp@1", "single@1", steps=2, tolerance=1e-3)
+    assert (report.measured, report.tolerances) == ((), FP32.scaled(1e-3))
+    assert sorted(one.name for one in (folder / "out").iterdir() if one.is_dir()) == ["1-ddp-1", "2-single-1"]
 
 
 def test_every_run_begins_with_the_weights_of_the_first(compared: Compare) -> None:

@@ -18,6 +18,7 @@ from ddpforge.recipe import load_recipe
 from ddpforge.tools.script_comparison.compare import (
     ScriptComparison,
     _compared,
+    _Limits,
     _other_size,
     _overrides,
     _relative,
@@ -198,9 +199,18 @@ def compare(tmp_path: Path, zygote: Zygote) -> Compare:
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "moved.toml").write_text(RECIPE)
 
-    def run(script: str, *arguments: str, code: int = 0, forked: bool = True) -> tuple[Ranks, dict[str, Any]]:
+    def run(
+        script: str, *arguments: str, code: int = 0, forked: bool = True, tolerance: str = "--tolerance=1e-6"
+    ) -> tuple[Ranks, dict[str, Any]]:
         (tmp_path / "train.py").write_text(script)
-        command = ["compare-script", "train.py", "moved.toml", "--json", "--tolerance=1e-6", *arguments]
+        command = [
+            "compare-script",
+            "train.py",
+            "moved.toml",
+            "--json",
+            *([tolerance] if tolerance else []),
+            *arguments,
+        ]
         done = zygote.run(command, nproc=1, cwd=tmp_path, env={FORKED_PROGRAMS: "1"} if forked else None)
         assert done.codes == [code], done.stdout + done.stderr
         return done, json.loads(done.stdout) if code < 2 else {}
@@ -242,6 +252,26 @@ def test_a_script_and_its_recipe_have_the_same_losses(compare: Compare, script: 
     assert found["largest_difference"] <= 1e-6
     first, *_, last = [step["loss"][0] for step in found["steps"]]
     assert last < 0.8 * first  # both have learnt
+
+
+def test_without_a_tolerance_the_rounding_of_the_recipe_is_measured_in_its_dtype(compare: Compare) -> None:
+    lines = "        F.cross_entropy(model(x), y).backward()\n"
+    low = LOOP.replace(
+        lines,
+        """        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(x)
+        F.cross_entropy(scores.float(), y).backward()
+""",
+    )
+    _, found = compare(low, "--steps", "4", "-s", "train.precision=bf16", tolerance="")
+    assert found["same"]
+    assert 1e-4 < found["steps"][0]["allowed"] < 2e-2
+    _, found = compare(
+        low, "--steps", "2", "-s", "train.precision=bf16", "-s", "optimizer.lr=0.03", tolerance="", code=1
+    )
+    assert found["parted_in"] == ["lr: 0.02 in the script, 0.03 in the recipe"]
+    assert "update: the norm of the change of `" in found["steps"][0]["notes"][0]
+    assert "× 0.66" in found["steps"][0]["notes"][0]
 
 
 # ---------------------------------------------------------------------------------------------- planted differences
@@ -396,6 +426,10 @@ def test_samples_and_forward_passes_of_an_evaluation_do_not_count(
 
 
 # ---------------------------------------------------------------------------------------------- parts of a comparison
+def allowed(name: str) -> float:
+    return 1e-3
+
+
 def recorded(losses: list[float], indices: list[int] | None = None, **updates: float) -> ScriptStep:
     return ScriptStep(losses=losses, indices=indices, batch=[], lr=0.1, updates=updates)
 
@@ -403,9 +437,17 @@ def recorded(losses: list[float], indices: list[int] | None = None, **updates: f
 def test_a_parameter_that_only_one_side_trains_is_named_with_the_side_that_freezes_it() -> None:
     one, both = recorded([1.0], a=1.0), recorded([1.0], a=1.0, b=1.0)
     rename = {"a": "a", "b": "b"}
-    assert [*_update(both, one, rename)] == ["update: `b` is not trained in the recipe"]
-    assert [*_update(one, both, rename)] == ["update: `b` is not trained in the script"]
-    assert [*_update(both, both, rename)] == []
+    assert [*_update(both, one, rename, allowed)] == ["update: `b` is not trained in the recipe"]
+    assert [*_update(one, both, rename, allowed)] == ["update: `b` is not trained in the script"]
+    assert [*_update(both, both, rename, allowed)] == []
+
+
+def test_parameters_with_another_update_are_named_with_their_factors() -> None:
+    script, recipe = recorded([1.0], a=1.0, b=1.0, c=1.0), recorded([1.0], a=1.0, b=2.0, c=1.25)
+    (found,) = _update(script, recipe, {name: name for name in "abc"}, allowed)
+    assert found == (
+        "update: the norm of the change of `b` is 1 in the script, 2 in the recipe (5.0e-01 apart); also `c` × 0.8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -455,7 +497,7 @@ def test_a_loss_that_is_not_finite_differs_unless_both_are_the_same_infinity(
 
 def compared(script: list[ScriptStep], recipe: list[ScriptStep], asked: int = 1) -> ScriptComparison:
     trained: Any = SimpleNamespace(notes=[], steps=recipe, other_size="", rename={})
-    return _compared(script, trained, asked, 1e-6)
+    return _compared(script, trained, asked, _Limits.given(1e-6))
 
 
 @pytest.mark.parametrize(("lr", "differs"), [(0.1, False), (0.1 * (1 + 1e-8), False), (0.1 * (1 + 1e-5), True)])

@@ -199,6 +199,27 @@ def test_activation_checkpointing_needs_less_memory_and_more_flops(plan: Plan) -
     assert 1.15 < again.flops / kept.flops < 4 / 3  # the head is not computed again
 
 
+def test_adapters_with_ranks_by_layer_are_planned(plan: Plan) -> None:
+    base = '{ use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 64 }'
+    adapters = 'targets = ["mlp.0"]\nr = 4\ninit = "pissa"\nrank_pattern = { "blocks.1.*" = 8 }'
+    model = f'use = "lora"\nbase = {base}\n{adapters}'
+    text = RECIPE.replace(RECIPE[RECIPE.index('use = "gpt"') : RECIPE.index("[data.train]")], model + "\n")
+    found = plan("ddp", text=text)
+    assert not found.unsimulated
+    assert found.state["optimizer state"] == pytest.approx(2 * 4 * (4 + 8) * (64 + 256), abs=64)  # and counts of steps
+
+
+@pytest.mark.parametrize("recomputed", ["true", "false"])
+def test_activation_offload_needs_the_activations_of_two_blocks(plan: Plan, recomputed: str) -> None:
+    long = (f"train.activation_checkpointing={recomputed}", "train.micro_batch=32", "model.block_size=64")
+    offload = "train.activation_offload=true"
+    four, eight = (plan("ddp", *long, offload, f"model.layers={layers}") for layers in (4, 8))
+    kept = plan("ddp", *long, "model.layers=8")
+    assert four.kinds["activations"] == pytest.approx(eight.kinds["activations"], rel=0.05)
+    assert eight.kinds["activations"] < 0.7 * kept.kinds["activations"]
+    assert eight.flops == kept.flops
+
+
 @needs_pipelines
 def test_pipeline_forecast_is_of_the_stage_with_the_most_memory(plan: Plan) -> None:
     whole, staged = plan("ddp", ranks=1), plan("pipeline", "train.micro_batch=16", ranks=2)

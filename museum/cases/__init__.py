@@ -1,0 +1,1 @@
+"""Cases, one file per theme."""
