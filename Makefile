@@ -109,8 +109,9 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed    ## the documentation as a site, in build/site
 	$(BIN)/python docs/site.py
 
+# A plugin may need another one, which pip finds only if it was named without extras.
 $(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable './%[dev]')
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable ./%) $(PLUGINS:%=--editable './%[dev]')
 	touch $@
 
 $(VENV)/installed-gpu: pyproject.toml | $(BIN)/python    ## what the tests that need a GPU import
