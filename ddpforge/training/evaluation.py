@@ -230,7 +230,8 @@ class Evaluator:
                 raise
             # Measured within the forward pass of the replica, which refuses reads of sharded weights.
             measured = measure(task, outputs, one.batch) if one.needs_outputs else {}
-            has_loss = loss is not None and self._task.evaluation_loss and one.needs_outputs
+            exists = self._task.evaluation_loss
+            has_loss = loss is not None and (one.needs_outputs if exists == "some" else exists)
             return (loss, ("loss", measured)) if has_loss else (torch.zeros(()), (_WITHOUT, measured))
 
         found: dict[str, Total | SampleColumns] = {}
