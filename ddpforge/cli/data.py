@@ -10,8 +10,7 @@ import click
 from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
-    from ddpforge.api import MicroBatch
-    from ddpforge.tools.trials.samples import BatchSummary, Leaf, TextParts
+    from ddpforge.tools.trials.samples import BatchSummary, Leaf, SplitBatches, TextParts
 
 _CLASSES = 20  # that are shown
 _LONGEST = 300  # characters; a longer text is truncated
@@ -63,7 +62,7 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
     for number, one in enumerate([] if as_json else shown, start=1):
         click.echo("\n".join(_lines(split, number, one)))
     if out:
-        _draw(out, found.micros[0], found.class_names)
+        _draw(out, found)
 
 
 def _classes(names: Sequence[str]) -> str:
@@ -131,14 +130,14 @@ def _texts(leaf: "Leaf") -> Iterator[str]:
         yield f"    {printable(text[:_LONGEST])}{'…' if len(text) > _LONGEST else ''}"
 
 
-def _draw(out: str, micro: "MicroBatch", class_names: Sequence[str]) -> None:
+def _draw(out: str, found: "SplitBatches") -> None:
     from pathlib import Path
 
     from ddpforge.errors import UsageError
     from ddpforge.tools.trials.contact_sheet import draw, scaled
     from ddpforge.tools.trials.samples import pictures_of
 
-    pictures = pictures_of(micro, class_names)
+    pictures = pictures_of(found.micros[0], found)
     if pictures is None:
         raise UsageError("the batch has no images: expected a tensor [N, 1 or 3, height, width]", hints=["omit -o"])
     draw(Path(out), pictures)

@@ -60,6 +60,7 @@ class SplitBatches:
     micros: Sequence[MicroBatch]
     read: Read | None  # text of tokens
     text_parts: Callable[[Any], Sequence[TextParts]] | None  # of each sample of a batch
+    batch_images: Callable[[Any], tuple[Tensor, Sequence[str]]] | None  # of a batch, with labels
     mixture: JoinedSources | None  # the dataset, if it has several sources
     class_names: Sequence[str] = ()  # in the order of their numbers
 
@@ -90,7 +91,7 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
     data = dealt.data[split]
     mixture = data if isinstance(data, JoinedSources) else None
-    hooks = getattr(data, "decode", None), getattr(data, "text_parts", None)
+    hooks = (getattr(data, name, None) for name in ("decode", "text_parts", "batch_images"))
     classes = class_names_of(data) or dealt.names.classes
     return SplitBatches(list(islice(source, most)), *hooks, mixture, classes)
 
@@ -159,14 +160,17 @@ def _texts(leaf: Tensor, read: Read) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- pictures
-def pictures_of(micro: MicroBatch, class_names: Sequence[str] = ()) -> BatchImages | None:
-    """Returns the first pictures in a batch, with the names of their classes if these are known; None without any."""
+def pictures_of(micro: MicroBatch, found: SplitBatches) -> BatchImages | None:
+    """Returns the first pictures in a batch, with labels or the names of their classes; None without any."""
+    if found.batch_images is not None:
+        images, labels = found.batch_images(micro.data)
+        return BatchImages(images[:_PICTURES], labels[:_PICTURES]) if len(images) else None
     leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
     images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
     if images is None:
         return None
     labels = next((one for one in leaves if one.ndim == 1 and len(one) == len(images)), torch.tensor([]))
-    named = dict(enumerate(class_names)) if not labels.is_floating_point() else {}
+    named = dict(enumerate(found.class_names)) if not labels.is_floating_point() else {}
     return BatchImages(images[:_PICTURES], [named.get(x, f"{x:g}") for x in labels[:_PICTURES].tolist()])
 
 

@@ -1,5 +1,8 @@
 """Images of chats: takes them out of a row, finds their files, and reads them."""
 
+import base64
+import binascii
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +27,17 @@ _LARGEST = 178_956_970  # pixels; PIL refuses more as a decompression bomb
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file with an image, and its width and height in pixels, as it is seen."""
+    """A file with an image, or its content, and its width and height in pixels, as it is seen."""
 
-    path: Path
+    path: Path  # a name in messages only, if there is `content`
     size: tuple[int, int]
+    content: bytes | None = None
 
     @classmethod
-    def at(cls, path: Path) -> "ImageFile":
-        """Reads the head of a file; raises ValueError if it has no image."""
+    def at(cls, path: Path, content: bytes | None = None) -> "ImageFile":
+        """Reads the head of a file or of its content; raises ValueError if it has no image."""
         try:
-            with Image.open(path) as opened:
+            with Image.open(path if content is None else io.BytesIO(content)) as opened:
                 width, height = opened.size
                 turned = opened.getexif().get(_ORIENTATION) in _TURNED
         except FileNotFoundError:
@@ -42,7 +46,7 @@ class ImageFile:
             _refuse(path, error)
         if width * height > _LARGEST:
             raise ValueError(f"the image {path} has {width} x {height} pixels, more than {_LARGEST:,}; make it smaller")
-        return cls(path, (height, width) if turned else (width, height))
+        return cls(path, (height, width) if turned else (width, height), content)
 
     def read(self) -> Image.Image:
         """Returns the image in RGB, turned by its EXIF data; transparent pixels keep their colour.
@@ -50,7 +54,7 @@ class ImageFile:
         Raises ValueError if it cannot be decoded, or if its size is not that of the head any more.
         """
         try:
-            with Image.open(self.path) as opened:
+            with Image.open(self.path if self.content is None else io.BytesIO(self.content)) as opened:
                 found = ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # of any decoder
             _refuse(self.path, error)
@@ -63,7 +67,7 @@ class ImageFile:
 
 
 def _refuse(path: Path, error: Exception) -> NoReturn:
-    if path.is_dir():
+    if isinstance(error, IsADirectoryError):
         raise ValueError(f"{path} is a folder, but a file with an image is expected") from error
     if isinstance(error, UnidentifiedImageError):
         raise ValueError(f"{path} is not an image that PIL can read") from error
@@ -95,7 +99,8 @@ def taken_out(row: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], lis
             ' {"type": "image"} for each'
         )
     rest = iter(given)
-    return kept, [ImageFile.at(_file(next(rest) if one is None else one, folder)) for one in found]
+    images = [next(rest) if one is None else one for one in found]
+    return kept, [_image(one, number, folder) for number, one in enumerate(images)]
 
 
 def _given(row: Mapping[str, Any]) -> list[Any]:
@@ -174,23 +179,42 @@ def _texts(row: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return texts
 
 
+def _image(value: Any, number: int, folder: Path) -> ImageFile:
+    """Returns the image of a path, or of {bytes, path}, as columns of images have them in parquet files."""
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        name = value.get("path")
+        return ImageFile.at(
+            Path(name if isinstance(name, str) and name else f"image {number} of the row"), value["bytes"]
+        )
+    if isinstance(value, str) and value.startswith("data:"):
+        return ImageFile.at(Path(f"image {number} of the row"), _of_data_url(value))
+    return ImageFile.at(_file(value, folder))
+
+
+def _of_data_url(url: str) -> bytes:
+    head, _, text = url.partition(",")
+    if not head.endswith(";base64"):
+        raise ValueError(f"an image is given as the URL {url[:30]}…: expected data:image/png;base64,… or a file's path")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"the data: URL of an image is not base64: {error}") from error
+
+
 def _file(value: Any, folder: Path) -> Path:
     """Returns the path of an image's file; raises ValueError for anything else."""
     if isinstance(value, dict) and isinstance(value.get("path"), str) and value.get("bytes") is None:
         value = value["path"]
     if not isinstance(value, str):
-        kind = "the bytes of an image" if isinstance(value, dict) and "bytes" in value else type(value).__name__
         raise ValueError(
-            f"an image is given as {kind}: expected the path of its file; write images to files, which are read"
-            " one by one while the run trains"
+            f"an image is given as {type(value).__name__}: expected the path of its file, or the content of a file as"
+            ' {"bytes": …} in a parquet file or a dataset of Hugging Face'
         )
     if not value.strip():
         raise ValueError("the path of an image is empty")
     url = urlparse(value)
     if url.scheme == "file":
         value = unquote(url.path)
-    elif url.scheme == "data":
-        raise ValueError("an image is given as a data: URL: expected the path of its file")
     elif len(url.scheme) > 1:
         raise ValueError(f"the image {value} is not downloaded: expected the path of a file; download it first")
     return folder / Path(value).expanduser()

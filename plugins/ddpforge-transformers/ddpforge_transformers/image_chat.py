@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from ddpforge.errors import UsageError
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
@@ -28,6 +28,7 @@ ddpforge_plugin_api = 3
 
 _COLOUR = (200, 90, 30)  # of blank images; some models leave out images whose values are all 0
 _BLANK = (32, 32)  # width and height of the image of a batch without images
+_SHOWN, _NAME = 128, 20  # width and height in pixels of an image that `ddpforge data show` draws, and letters below it
 
 
 @dataclass(frozen=True)
@@ -212,15 +213,22 @@ class ImageChatData(ChatData):
 
     def text_parts(self, batch: Batch) -> list[list[tuple[str, str]]]:
         """Returns the text of each sample in parts, with the number of each image's tokens, its file and its size."""
-        if self._found is None:
-            self._found = {row.tobytes(): number for number, row in enumerate(self._rows())}
         rows = zip(*(batch[key].tolist() for key in ("input_ids", "labels", "attention_mask")), strict=True)
         return [
             list(self._collapsed(self._parts(ids, labels), self._files_of(ids, mask))) for ids, labels, mask in rows
         ]
 
+    def batch_images(self, batch: Batch) -> tuple[Tensor, list[str]]:
+        """Returns the images of a batch as uint8 [N, 3, 128, 128], with margins, and their names."""
+        rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
+        files = [file for ids, mask in rows for file in self._files_of(ids, mask)]
+        squares = [ImageOps.pad(file.read(), (_SHOWN, _SHOWN), color="white") for file in files]
+        images = [torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in squares]
+        return torch.stack(images) if images else torch.empty(0), [file.path.name[-_NAME:] for file in files]
+
     def _files_of(self, ids: list[int], mask: list[int]) -> list[ImageFile]:
-        assert self._found is not None
+        if self._found is None:
+            self._found = {row.tobytes(): number for number, row in enumerate(self._rows())}
         number = self._found.get(np.array(ids[: sum(mask)], dtype=np.int64).tobytes())
         return [] if number is None else list(self._samples[number][1])
 

@@ -128,10 +128,23 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
 
 
 def _of_dataset(path: Path, split: str | None) -> Iterator[tuple[str, Row | ValueError]]:
-    data = load_split(str(path), split)
+    data = _with_content(load_split(str(path), split))
     for number in range(len(data)):
         where = f"{path}, row {number + 1}"
         yield where, _checked(_without_nulls(data[number]), where, "expected an object")
+
+
+def _with_content(data: Any) -> Any:
+    """Returns a dataset whose images are {bytes, path}, not decoded."""
+    from datasets import Image
+
+    for name, feature in data.features.items():
+        inner = getattr(feature, "feature", None)  # of a list
+        if isinstance(feature, Image):
+            data = data.cast_column(name, Image(decode=False))
+        elif isinstance(inner, Image):
+            data = data.cast_column(name, type(feature)(Image(decode=False)))
+    return data
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,12 +1,17 @@
 """Chats with images: rows, learnt tokens, batches, and the mistakes of users."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from chats import CHATML, byte_tokenizer
+from datasets import Dataset, List
+from datasets import Image as ImageFeature
 from ddpforge.errors import UsageError
 from PIL import Image
 from torch import Tensor
@@ -142,6 +147,9 @@ def test_all_ways_to_write_an_image_give_the_same_sample(llava: Path) -> None:
         plain | {"images": [file]},
         marked | {"image": file},
     ]
+    content = Path(file).read_bytes()
+    inline = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    rows += [plain | {"images": [inline]}, asked({"type": "image_url", "image_url": {"url": inline}})]
     data = ImageChatData(path=written(llava, rows, "ways.jsonl"), processor=str(llava / "model"))
     for number in range(1, len(rows)):
         for key, values in data[0].items():
@@ -150,6 +158,42 @@ def test_all_ways_to_write_an_image_give_the_same_sample(llava: Path) -> None:
     row = {"conversations": turns, "image": "pictures/0.png"}
     other = ImageChatData(path=written(llava, [row], "turns.jsonl"), processor=str(llava / "model"))
     assert torch.equal(other[0]["input_ids"], data[0]["input_ids"])
+
+
+def test_images_in_parquet_files_and_datasets_are_those_of_their_files(llava: Path) -> None:
+    """Tries a column of images, one of lists, and parts of messages, as {bytes, path} and as a feature of datasets."""
+    rows = chats(llava)[:4]
+    files = ImageChatData(path=written(llava, rows, "files.jsonl"), processor=str(llava / "model"))
+    messages = [row["messages"] for row in rows]
+    images = [[{"bytes": (llava / name).read_bytes(), "path": None} for name in row["images"]] for row in rows]
+    pq.write_table(pa.table({"messages": messages, "images": images}), llava / "inside.parquet")
+    whole = Dataset.from_dict({"messages": messages, "images": images})
+    whole.cast_column("images", List(ImageFeature())).save_to_disk(llava / "dataset")
+    for path in ("inside.parquet", "dataset"):
+        data = ImageChatData(path=llava / path, processor=str(llava / "model"))
+        assert len(data) == len(rows)
+        for number in range(len(rows)):
+            for key, values in files[number].items():
+                assert torch.equal(values, data[number][key])
+    single = [{"bytes": one[0]["bytes"], "path": "a.png"} for one in images if len(one) == 1]
+    texts = [each for each, one in zip(messages, images, strict=True) if len(one) == 1]
+    one = Dataset.from_dict({"messages": texts, "image": single}).cast_column("image", ImageFeature())
+    one.save_to_disk(llava / "single")
+    assert torch.equal(
+        ImageChatData(path=llava / "single", processor=str(llava / "model"))[0]["pixel_values"],
+        files[0]["pixel_values"],
+    )
+
+
+def test_the_images_of_a_batch_are_drawn_with_their_names(llava: Path) -> None:
+    data = ImageChatData(path=written(llava, chats(llava)[:3], "draw.jsonl"), processor=str(llava / "model"))
+    images, names = data.batch_images(data.collate([data[1], data[0]]))
+    assert names == ["5.png", "6.png", "0.png"]
+    assert images.shape == (3, 3, 128, 128)
+    with Image.open(llava / "pictures" / "0.png") as opened:
+        assert images[2][:, 64, 64].tolist() == list(
+            opened.convert("RGB").getpixel((opened.width // 2, opened.height // 2))
+        )
 
 
 def test_data_show_has_the_number_of_tokens_and_the_file_of_each_image(llava: Path) -> None:
@@ -209,8 +253,10 @@ TEXT = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "co
         (part(image="pictures"), "is a folder, but a file with an image is expected"),
         (part(image=""), "the path of an image is empty"),
         (part(image="https://example.org/a.png"), "a.png is not downloaded"),
-        (part(image="data:image/png;base64,AAAA"), "data: URL: expected the path"),
-        (part(image={"bytes": "AAAA", "path": None}), "given as the bytes of an image: expected the path"),
+        (part(image="data:image/png;base64,AAAA"), "line 1: image 0 of the row is not an image that PIL can read"),
+        (part(image="data:image/png;base64,AA*A"), "the data: URL of an image is not base64"),
+        (part(image="data:image/png,AAAA"), "the URL data:image/png,AAAA…: expected data:image/png;base64,"),
+        (part(image={"bytes": "AAAA", "path": None}), "given as dict: expected the path of its file, or the content"),
         (part(image=7), "given as int: expected the path"),
         (part(file=PICTURE), r'messages\[0\].content\[0\] has the unknown key "file": expected one of "image", "path"'),
         (part(image=PICTURE, path=PICTURE), "has 2 files: expected one"),

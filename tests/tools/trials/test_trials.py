@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 from support import SUPPORT
 from support.launched import Ranks
 
@@ -206,6 +207,10 @@ class Chats:
         numbers = batch["number"].tolist()
         return [[("special", "<s>"), ("given", "a\\x1b[31m"), ("learnt", f"b{number}" * 2000)] for number in numbers]
 
+    def batch_images(self, batch):
+        squares = [torch.full((3, 8, 8), number / 8) for number in batch["number"].tolist()]
+        return torch.stack(squares), [f"square {number}" for number in batch["number"].tolist()]
+
 class Odd(Task):
     def loss(self, model, batch):
         return next(model.parameters()).sum() * 0, None
@@ -223,6 +228,16 @@ def test_data_show_marks_the_parts_of_texts_that_a_dataset_returns() -> None:
     assert [line[:17] for line in lines[4:]] == [r"    [<s>]a\x1b[31m"[:17]] * 3
     assert lines[4].endswith("b»…")
     assert all("\x1b" not in line for line in lines)
+
+
+def test_data_show_draws_the_images_that_a_dataset_returns_for_a_batch() -> None:
+    Path("chats.py").write_text(CHATTY)
+    sets = ["~data.train", "data.train.use=./chats.py:Chats", "train.global_batch=4", "task={use='./chats.py:Odd'}"]
+    sets += ["data.sampler.use=sequential", "-o", "sheet.png"]
+    assert "sheet.png: 4 pictures" in shown("--batches", "1", *sets).stderr
+    with Image.open("sheet.png") as sheet:
+        shades = [sheet.getpixel((x, y)) for y in (20, 102) for x in (20, 88)]
+    assert shades == [(round(255 * number / 8),) * 3 for number in range(4)]
 
 
 def test_data_show_decodes_tokens(tmp_path: Path) -> None:
