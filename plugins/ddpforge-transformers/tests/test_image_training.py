@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from vlms import FAMILIES, chats, prepare
 
 RECIPE = """
@@ -87,6 +88,49 @@ def test_batches_without_images_train_as_in_one_process(
         recipe(tmp_path, strategy, strategy=strategy, micro=1)
         ddpforge("run", f"{strategy}.toml", ranks=2)
         assert difference(steps(tmp_path, strategy), steps(tmp_path, "one"), MINE) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", *(pytest.param(one, marks=pytest.mark.full) for one in ("llava", "smolvlm", "gemma3"))]
+)
+def test_an_exported_folder_answers_as_the_run_does(ddpforge: Callable[..., str], tmp_path: Path, family: str) -> None:
+    """Loads adapters of the language model, merged by the export, with transformers alone; answers are greedy."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    prepare(family, tmp_path)
+    recipe(tmp_path)
+    lora = 'model.lora={ targets = ["q_proj", "v_proj"], r = 4 }'
+    ddpforge("run", "tiny.toml", lora, "optimizer.lr=0.3")
+    ddpforge("export", "tiny", "--merge", "-o", "exported/")
+    question = ("--chat", "-p", "Which colours?", "-n", "8", "--greedy", "--json")
+    pictures = ["pictures/0.png", "pictures/5.png"]
+    with_images = (f"--image={one}" for one in pictures)
+    mine, plain = (
+        json.loads(ddpforge("generate", "tiny", *question, *more).splitlines()[0])["text"] for more in (with_images, ())
+    )
+
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported").eval()
+    made = AutoProcessor.from_pretrained(tmp_path / "exported")
+    first = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, first.state_dict()[key])}
+    assert changed
+    assert all("q_proj" in key or "v_proj" in key for key in changed)
+    assert not any("vision" in key for key in changed)
+    print(mine, plain)
+    for found, files in ((mine, pictures), (plain, [])):
+        content: list[Any] = [{"type": "image", "image": Image.open(tmp_path / name)} for name in files]
+        content.append({"type": "text", "text": "Which colours?"})
+        inputs = made.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=False)
+        answer = tokens[0, inputs["input_ids"].shape[1] :]
+        assert found == made.decode(answer, skip_special_tokens=True)
 
 
 # ------------------------------------------------------------------------------------------ oracle
