@@ -4,7 +4,7 @@ import json
 import math
 import runpy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +83,10 @@ def log_p(model: Any, one: Rollout, number: int, temperature: float = 1.0) -> to
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
+def _differences(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [a - b for a, b in zip(one, other, strict=True)]
+
+
 # ---------------------------------------------------------------------------------------------- losses
 @pytest.mark.parametrize("form", ["grpo", "bnpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -105,7 +109,8 @@ def test_grpo_is_the_sum_of_its_formula(prompts: Callable[..., PromptData], form
             expected = expected + values.sum() / divisor
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(one, list(model.parameters())) for one in (loss, expected)]
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+    norms = [torch.stack([one.norm() for one in each]).norm() for each in (_differences(*grads), grads[1])]
+    assert norms[0] < 1e-6 * norms[1]
     tokens = int(outputs["lengths"].sum())
     assert (task.count(batch) is None) == (form in ("grpo", "dr_grpo"))
     assert form in ("grpo", "dr_grpo") or int(task.count(batch)) == tokens
@@ -463,7 +468,7 @@ def test_each_of_ten_steps_is_that_of_trl(
         for key in ("loss", "grad_norm", "kl", "reward", "entropy")
     }
     print(f"largest differences from TRL, {options or kind}: {largest}")
-    # With a temperature, gradient norms differ by 4.3e-5 from the second step on; loss and KL do not. See the README.
+    # With a temperature, TRL's gradient is not that of its own loss by autograd; ours is. See the README.
     bounds = {"grad_norm": 1e-4 if "temperature" in theirs else 1e-5}
     assert all(value < bounds.get(key, 1e-5) for key, value in largest.items()), largest
     assert len({row["train/loss"] for row in mine}) == 10
