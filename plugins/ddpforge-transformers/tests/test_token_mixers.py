@@ -216,6 +216,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "loss-chunk": (1, ("--set=task.loss_chunk=32",)),
     "two": (2, ()),
     "fsdp": (2, ("--set=strategy.use=fsdp",)),
+    "compiled": (1, ("--set=train.compile=default",)),
     "fsdp-checkpointed": (2, ("--set=strategy.use=fsdp", "--set=train.activation_checkpointing=true")),
     "zero-3": (2, ("--set=strategy.use=deepspeed", "--set=strategy.stage=3")),
 }
