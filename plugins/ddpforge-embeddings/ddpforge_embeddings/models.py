@@ -81,7 +81,8 @@ class TextEncoder:
 
     def _embed(self, ids: Tensor, mask: Tensor, prompt: Tensor) -> Tensor:
         if mask.device.type == "cpu" and not torch.compiler.is_compiling():
-            longest = int(mask.sum(1).max())  # a chunk may be shorter
+            # A chunk may be shorter. Without values, in an estimate of memory, the sum is 0.
+            longest = int(mask.sum(1).max()) or mask.shape[1]
             ids, mask = ids[:, :longest], mask[:, :longest]
         keywords = {"use_cache": False} if getattr(self.config, "use_cache", None) else {}
         hidden: Tensor = super().forward(input_ids=ids, attention_mask=mask, **keywords)[0]  # type: ignore[misc]

@@ -124,6 +124,17 @@ def test_curves_and_evaluations_are_the_same_with_fsdp_and_resumed(
 
 
 @pytest.mark.full
+@pytest.mark.slow
+def test_planned_memory_is_measured(folder: Path, ddpforge: Callable[..., str]) -> None:
+    evaluated = ("--set=~data.eval", "--set=~train.eval_every")
+    for name, chunk in (("whole", ()), ("chunked", ("--set=task.chunk=6",))):
+        said = ddpforge("plan", "tiny.toml", *evaluated, *chunk, "--json")
+        planned = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))[0]["peak"]
+        ddpforge("run", "tiny.toml", f"--set=name={name}", "--set=track.memory_check=on", *evaluated, *chunk)
+        measured = json.loads((folder / "runs" / name / "memory.json").read_text())["measured"]["peak"]
+        assert planned == pytest.approx(measured, rel=0.1)  # texts of a step have other lengths
+
+
 def test_ranks_with_different_numbers_of_chunks_evaluate_together(folder: Path, ddpforge: Callable[..., str]) -> None:
     """Of 25 texts, one rank has 13 in 13 chunks and the other 12: FSDP needs the same number of forward passes."""
     write_corpus(folder / "odd", documents=19)

@@ -53,7 +53,9 @@ def test_minilm_finds_more_after_training(ddpforge: Callable[..., str], tmp_path
     recipe = recipe.replace(options, "").replace('model_type = "bert"', f"pretrained = {json.dumps(encoder)}")
     (tmp_path / "search.toml").write_text(recipe.replace('"library/tokenizer"', json.dumps(encoder)))
     before = search(encoder, tmp_path / "library" / "search")
-    ddpforge("run", "search.toml", "train.length=1ep", "train.global_batch=64", "optimizer.lr=5e-5", "schedule.warmup=2st")
+    ddpforge(
+        "run", "search.toml", "train.length=1ep", "train.global_batch=64", "optimizer.lr=5e-5", "schedule.warmup=2st"
+    )
     lines = (tmp_path / "runs" / "search" / "metrics.jsonl").read_text().splitlines()
     after = next(row for row in map(json.loads, reversed(lines)) if "eval/retrieval/ndcg@10" in row)
     for name in ("ndcg@10", "recall@10", "mrr@10"):

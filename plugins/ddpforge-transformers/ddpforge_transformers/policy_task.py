@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from ddpforge.errors import UsageError
+from ddpforge.features.memory_tracker import is_fake
 from ddpforge.interfaces import AuxiliaryModule, RunContext, StepInfo, Task, Total, World
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from ddpforge_transformers.reference_model import (
 from ddpforge_transformers.rewards import Rewards
 from ddpforge_transformers.rollout_server import RolloutServer
 from ddpforge_transformers.rollouts import Replay, Rollout, rollout_line, write_rollouts
-from ddpforge_transformers.sampling import Policy, SamplingSettings, sample
+from ddpforge_transformers.sampling import Completion, Policy, SamplingSettings, sample
 from ddpforge_transformers.tasks import check_attention, check_fit
 
 __all__ = ["Batch", "PolicyTask", "Scored", "Settings"]
@@ -147,6 +148,11 @@ class PolicyTask(Task):
         return [known[seed] for seed in seeds]
 
     def _new(self, model: nn.Module, batch: Batch, seeds: list[int]) -> list[Rollout]:
+        if is_fake(batch["prompt_ids"]):  # an estimate of memory: the longest rollouts
+            tokens = [0] * self.sampling.max_tokens
+            each = [Completion(tokens, [0.0] * len(tokens)) for _ in range(self.num_generations)]
+            rewards = [[0.0] * self.num_generations for _ in self.rewards.names]
+            return [Rollout(seed, [0] * batch["prompt_ids"].shape[1], each, rewards) for seed in seeds]
         rows = zip(batch["prompt_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
         prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
         if self._replay is not None:

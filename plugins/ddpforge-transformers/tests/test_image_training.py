@@ -133,6 +133,17 @@ def test_an_exported_folder_answers_as_the_run_does(ddpforge: Callable[..., str]
         assert found == made.decode(answer, skip_special_tokens=True)
 
 
+@pytest.mark.slow
+def test_planned_memory_is_measured(ddpforge: Callable[..., str], tmp_path: Path) -> None:
+    prepare("llava", tmp_path, chats(tmp_path, (1,)))
+    recipe(tmp_path)
+    said = ddpforge("plan", "tiny.toml", "--json")
+    planned = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))[0]["peak"]
+    ddpforge("run", "tiny.toml", "--set=track.memory_check=on")
+    measured = json.loads((tmp_path / "runs" / "tiny" / "memory.json").read_text())["measured"]["peak"]
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
 # ------------------------------------------------------------------------------------------ oracle
 def by_trl(folder: Path, rows: list[dict[str, Any]], accumulation: int) -> list[dict[str, float]]:
     """Trains by TRL for 3 steps of SGD in fp32, in the order of the data; returns its rows."""

@@ -367,6 +367,17 @@ def test_a_run_has_the_same_curve_on_any_ranks_strategy_and_accumulation(
     assert difference(one, resumed) < 1e-5
 
 
+@pytest.mark.slow
+def test_planned_memory_is_measured_for_completions_of_the_maximum_length(
+    train: Callable[..., list[dict[str, float]]], ddpforge: Callable[..., str], tmp_path: Path
+) -> None:
+    train("run", "track.memory_check=on", "train.micro_batch=8")
+    said = ddpforge("plan", "run.toml", "--set=train.micro_batch=8", "--json")
+    planned = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))[0]["peak"]
+    measured = json.loads((tmp_path / "runs" / "run" / "memory.json").read_text())["measured"]["peak"]
+    assert planned == pytest.approx(measured, rel=0.1)  # without the cache of the generation
+
+
 @pytest.mark.full
 def test_the_recipe_learns_sums_from_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = Path(__file__).parents[1] / "recipes"
