@@ -136,7 +136,7 @@ def _of_dataset(path: Path, split: str | None) -> Iterator[tuple[str, Row | Valu
 
 def _with_content(data: Any) -> Any:
     """Returns a dataset whose images are {bytes, path}, not decoded."""
-    from datasets import Image
+    from datasets import Image  # type: ignore[import-untyped]
 
     for name, feature in data.features.items():
         inner = getattr(feature, "feature", None)  # of a list

@@ -1,4 +1,4 @@
-"""Curves of runs beside a loop by hand."""
+"""Curves of runs, and those of a loop by hand."""
 
 import json
 from collections.abc import Callable, Sequence
