@@ -6,6 +6,7 @@ device holds the saved tensors of two blocks. In the backward pass the copies to
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from ddpforge.interfaces.device import device_kind
 
 __all__ = ["BlockPass", "OnHost", "PassesOnHost", "offloaded"]
 
+log = logging.getLogger("ddpforge")
+
 SMALLEST = 1 << 12
 """Bytes of the smallest tensor that is copied: for a smaller one, the calls cost more than its memory is worth."""
 
@@ -35,8 +38,11 @@ class PassesOnHost:
         self._last: weakref.ref[BlockPass] | None = None
 
     def begin(self, block: nn.Module, arguments: object) -> BlockPass:
-        """Begins a pass of `block`, after the copies of the pass before the last one."""
+        """Begins a pass of `block`, after the copies of the pass before the last one. Warns once on a CPU."""
         last = self._last() if self._last else None
+        given = tensors_of(arguments)
+        if self._last is None and given and given[0].device.type == "cpu" and not is_fake(given[0]):
+            log.warning("train.activation_offload: activations on a CPU are in host memory; here it only copies them")
         if last and (older := last.previous):
             older.end_copies()
         found = BlockPass(block, arguments, last)

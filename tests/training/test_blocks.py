@@ -158,6 +158,16 @@ def test_weights_and_shared_inputs_stay_on_the_device(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("every_size")
+def test_an_offload_on_a_cpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    block, passes = nn.Linear(5, 5), activation_offload.PassesOnHost()
+    forward = activation_offload.offloaded(block, block.forward, passes)
+    for _ in range(2):
+        forward(torch.rand(3, 5, requires_grad=True)).sum().backward()
+    assert [record.message for record in caplog.records] == [
+        "train.activation_offload: activations on a CPU are in host memory; here it only copies them"
+    ]
+
+
 def test_offloaded_activations_end_with_their_graph() -> None:
     """Checks it without a backward pass and without the garbage collector."""
     block = nn.Linear(5, 7)

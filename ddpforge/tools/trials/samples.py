@@ -91,9 +91,9 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
     data = dealt.data[split]
     mixture = data if isinstance(data, JoinedSources) else None
-    hooks = (getattr(data, name, None) for name in ("decode", "text_parts", "batch_images"))
+    decode, text_parts, batch_images = (getattr(data, name, None) for name in ("decode", "text_parts", "batch_images"))
     classes = class_names_of(data) or dealt.names.classes
-    return SplitBatches(list(islice(source, most)), *hooks, mixture, classes)
+    return SplitBatches(list(islice(source, most)), decode, text_parts, batch_images, mixture, classes)
 
 
 def describe(micro: MicroBatch, found: SplitBatches) -> BatchSummary:
@@ -163,8 +163,8 @@ def _texts(leaf: Tensor, read: Read) -> list[str]:
 def pictures_of(micro: MicroBatch, found: SplitBatches) -> BatchImages | None:
     """Returns the first pictures in a batch, with labels or the names of their classes; None without any."""
     if found.batch_images is not None:
-        images, labels = found.batch_images(micro.data)
-        return BatchImages(images[:_PICTURES], labels[:_PICTURES]) if len(images) else None
+        drawn, names = found.batch_images(micro.data)
+        return BatchImages(drawn[:_PICTURES], names[:_PICTURES]) if len(drawn) else None
     leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
     images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
     if images is None:

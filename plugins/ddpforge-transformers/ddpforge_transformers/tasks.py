@@ -172,6 +172,11 @@ class CausalLM(Task):
                 "each sample of the data has two answers, which this task cannot compare; set task.use = "
                 + ('"kto"' if isinstance(data, FeedbackData) else '"dpo", "orpo" or "reward"')
             )
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} has an encoder and a decoder: set task.use = "
+                '"seq2seq_lm", or model.use = "causal_lm"'
+            )
         check_fit(model, data)
         check_causal(model)
         check_document_mask(model, data)

@@ -54,6 +54,7 @@ class TaggedWords:
             raise ValueError(f"tags: each tag may be there once, got {', '.join(tags)}")
         self.vocab_size, self.max_length = len(self.tokenizer), max_length
         self.pad_token, self.tags = padding_of(self.tokenizer), tuple(tags)
+        self.class_names = list(tags)  # other data of the run must have the same, in the same order
         self._words, self._labels = words, labels
         self._number = {tag: number for number, tag in enumerate(tags)}
         self._rows: list[tuple[list[str], list[int]]] = []
@@ -117,8 +118,12 @@ class TaggedWords:
                 found = f"it is {row[key]!r:.40}" if key in row else f"it has the keys {', '.join(map(repr, row))}"
                 raise ValueError(f'{where} needs "{key}", a list that is not empty: {found}')
         words, tags = row[self._words], row[self._labels]
-        if odd := next((word for word in words if not isinstance(word, str)), None):
-            raise ValueError(f'{where}: "{self._words}" holds {odd!r:.40}, which is not a text')
+        if odd := [word for word in words if not isinstance(word, str)]:
+            raise ValueError(f'{where}: "{self._words}" holds {odd[0]!r:.40}, which is not a text')
+        if "" in map(str.strip, words):
+            raise ValueError(
+                f'{where}: "{self._words}" holds an empty word, which has no token that could have its tag'
+            )
         if len(words) != len(tags):
             raise ValueError(f"{where} has {len(words)} words, but {len(tags)} tags")
         return words, [self._tag(tag, where) for tag in tags]

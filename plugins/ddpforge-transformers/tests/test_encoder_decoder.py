@@ -14,6 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSe
 
 from ddpforge_transformers.encoder_decoder import Seq2SeqLM, SourceTarget
 from ddpforge_transformers.models import causal_lm, seq2seq_lm
+from ddpforge_transformers.tasks import CausalLM
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 400, "dropout_rate": 0.0}
 BART = {
@@ -126,6 +127,8 @@ def test_models_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     task, mine = Seq2SeqLM(), data(tmp_path)
     with pytest.raises(ValueError, match=r"is not an encoder-decoder model: set model.use = \"seq2seq_lm\""):
         task.check(causal_lm(model_type="gpt2", options={"n_layer": 1, "n_embd": 8, "n_head": 1}), mine)
+    with pytest.raises(ValueError, match=r"has an encoder and a decoder: set task.use = \"seq2seq_lm\""):
+        CausalLM().check(seq2seq_lm(model_type="t5", options=T5), data(tmp_path))
     with pytest.raises(ValueError, match=r'a gpt2 model has no encoder and decoder: set model.use = "causal_lm"'):
         seq2seq_lm(model_type="gpt2")
     model = seq2seq_lm(pretrained=str(tmp_path / "model"))

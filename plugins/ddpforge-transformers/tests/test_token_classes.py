@@ -135,6 +135,9 @@ def test_entities_are_counted_as_by_seqeval(tmp_path: Path) -> None:
         ({"tokens": ["a"], "tags": [5]}, "has the tag 5, which is not in `tags`: numbers are 0 to 4"),
         ({"tokens": ["a"], "tags": [True]}, "has the tag True, which is not in `tags`"),
         ({"tokens": [3], "tags": [0]}, '"tokens" holds 3, which is not a text'),
+        ({"tokens": [0], "tags": [0]}, '"tokens" holds 0, which is not a text'),
+        ({"tokens": [None], "tags": [0]}, '"tokens" holds None, which is not a text'),
+        ({"tokens": ["a", " "], "tags": [0, 1]}, '"tokens" holds an empty word'),
     ],
 )
 def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, row: Any, said: str) -> None:
@@ -147,11 +150,23 @@ def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, row: Any, said
     assert len(data(tmp_path, on_invalid="drop")) == 24
 
 
+def test_evaluation_data_with_another_order_of_tags_is_refused(ddpforge: Callable[..., str], tmp_path: Path) -> None:
+    """Checks it, because the numbers of tags would have another meaning."""
+    prepare(tmp_path)
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(micro="", strategy="ddp"))
+    order = '--set=data.eval.tags=["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]'
+    said = ddpforge("check", "tiny.toml", "--build", order, code=2)
+    assert "B-LOC" in said
+    assert "data.eval" in said
+
+
 def test_models_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     prepare(tmp_path)
     task = TokenClassification()
     with pytest.raises(ValueError, match=r"the data has 5 tags, but the model 3 classes; set model.classes = 5"):
         task.check(token_classification(model_type="bert", options=BERT, classes=3), data(tmp_path))
+    with pytest.raises(ValueError, match=r"`.*model` has no files of a tokenizer"):
+        data(tmp_path, tokenizer=str(tmp_path / "model"))
     with pytest.raises(ValueError, match="each tag may be there once"):
         data(tmp_path, tags=["O", "O"])
     with pytest.raises(ValueError, match="this task needs a model of transformers, not a Linear"):
