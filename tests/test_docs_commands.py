@@ -163,6 +163,7 @@ NOT_HERE = {
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/interop/test_import.py",
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
+    r"generate grpo": "ddpforge-transformers: tests/test_nano.py",
     r"sft\.toml|dpo\.toml|(generate|export) sft": "a model to fetch: ddpforge-transformers, tests/test_smollm.py",
     r"ddpforge-embeddings|sentence_transformers|export search": "a package: plugins/ddpforge-embeddings/tests",
     r"ddpforge_diffusers|digits-flow": "a package to install: plugins/ddpforge-diffusers/tests/test_flow_training.py",

@@ -79,7 +79,8 @@ def test_all_stages_learn_and_the_export_answers_as_the_run(nano: Path) -> None:
     questions = [json.loads(line)["question"] for line in (nano / "data/held-out.jsonl").read_text().splitlines()[:10]]
     (nano / "questions.txt").write_text("\n".join(questions))
     options = ("--chat", "--greedy", "--tokens", "16", "--json", "--prompts", "questions.txt")
-    said = call(nano, "ddpforge", "generate", "sft", *options).stdout.splitlines()
-    script = "import json, sys; from score import answer; print(json.dumps(answer('chat', sys.argv[1:])))"
-    of_export = json.loads(call(nano, sys.executable, "-c", script, *questions).stdout)
-    assert [json.loads(line)["text"].strip() for line in said] == [text.strip() for text in of_export]
+    script = "import json, sys; from score import answer; print(json.dumps(answer(sys.argv[1], sys.argv[2:])))"
+    for run, export in (("sft", "chat"), ("grpo", "nano")):
+        said = call(nano, "ddpforge", "generate", run, *options).stdout.splitlines()
+        of_export = json.loads(call(nano, sys.executable, "-c", script, export, *questions).stdout)
+        assert [json.loads(line)["text"].strip() for line in said] == [text.strip() for text in of_export]
