@@ -230,8 +230,8 @@ class Evaluator:
                 raise
             # Measured within the forward pass of the replica, which refuses reads of sharded weights.
             measured = measure(task, outputs, one.batch) if one.needs_outputs else {}
-            exists = self._task.evaluation_loss
-            has_loss = loss is not None and (one.needs_outputs if exists == "some" else exists)
+            has = self._task.evaluation_loss  # with "some", the loss of a padding pass is not of the dataset
+            has_loss = loss is not None and (one.needs_outputs if has == "some" else has)
             return (loss, ("loss", measured)) if has_loss else (torch.zeros(()), (_WITHOUT, measured))
 
         found: dict[str, Total | SampleColumns] = {}

@@ -237,22 +237,22 @@ def _sample(gradient: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- forked runs
 def _import_libraries(script: str) -> None:
-    """Imports libraries of the script that take seconds."""
+    """Imports libraries of the script that take seconds, once for all its runs.
+
+    An import that fails here fails in the script too, which reports it.
+    """
     packages = imported(script)
     names = ("transformers", "trl", "lightning", "lightning.pytorch", "accelerate", "datasets")
-    known = ["torch._dynamo", *(name for name in names if name.partition(".")[0] in packages)]
-    for name in known:
-        with suppress(Exception):
-            __import__(name)
+    slow = ["torch._dynamo", *(name for name in names if name.partition(".")[0] in packages)]
     if "ddpforge" in packages:
-        for name in ("app.run", "tools.trials.ephemeral_run", "tools.parity.probe", "strategies.ddp_replica"):
-            with suppress(Exception):
-                __import__(f"ddpforge.{name}")
+        parts = ("app.run", "tools.trials.ephemeral_run", "tools.parity.probe", "strategies.ddp_replica")
+        slow += [f"ddpforge.{part}" for part in parts]
     if trainer_of(script) == "transformers":
         # The Trainer imports the others, if they are installed. DeepSpeed may not touch a GPU in a process that forks.
-        for name in ("transformers.trainer", "mlflow", *(["deepspeed"] if "ACCELERATE_USE_CPU" in os.environ else [])):
-            with suppress(Exception):
-                __import__(name)
+        slow += ["transformers.trainer", "mlflow", *(["deepspeed"] if "ACCELERATE_USE_CPU" in os.environ else [])]
+    for name in slow:
+        with suppress(Exception):
+            __import__(name)
     if "trl" in packages:
         with suppress(Exception):
             trl = __import__("trl")

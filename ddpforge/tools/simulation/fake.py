@@ -114,7 +114,7 @@ def fake_mode(post: Post | None = None) -> Iterator[FakeTensorMode]:
         for adapted in (_real_meshes, _in_place_conversions, _python_reducer, one_of_many, _many_shards):
             stack.enter_context(adapted())
         stack.enter_context(_posted({} if post is None else post))
-        stack.enter_context(patch.object(torch, "_check_tensor_all_with", _nothing))  # a check of values
+        stack.enter_context(patch.object(torch, "_check_tensor_all_with", _nothing, create=True))  # of values
         # Fake tensors check this for each operation, and without a GPU the check is slow.
         known = torch.cuda.is_available()
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
