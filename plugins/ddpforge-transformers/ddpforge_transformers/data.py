@@ -384,12 +384,16 @@ def load_tokenizer(name: str, key: str = "tokenizer") -> Any:
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
-    # From a model's folder without files of a tokenizer transformers makes one that knows no text.
-    if not set(found.get_vocab()) - set(found.all_special_tokens):
+    check_vocabulary(found, name)
+    return found
+
+
+def check_vocabulary(tokenizer: Any, name: str) -> None:
+    """Raises ValueError for a tokenizer that knows no text, as transformers makes it without a tokenizer's files."""
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ValueError(
             f"`{name}` has no files of a tokenizer: name a folder that a tokenizer's save_pretrained wrote"
         )
-    return found
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:

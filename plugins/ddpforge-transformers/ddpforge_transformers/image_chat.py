@@ -19,7 +19,7 @@ from ddpforge_transformers.chat import ChatData, Encoded
 from ddpforge_transformers.chat_forms import IMAGE, Chat, Form, Plain, read_chats
 from ddpforge_transformers.chat_images import ImageFile, taken_out
 from ddpforge_transformers.chat_rendering import Rendered, Span
-from ddpforge_transformers.data import IGNORED, Batch, Length, NewTokens, padded, saved_folder
+from ddpforge_transformers.data import IGNORED, Batch, Length, NewTokens, check_vocabulary, padded, saved_folder
 from ddpforge_transformers.rows import OnInvalid, Row, Split, read_rows
 
 __all__ = ["ImageChatData"]
@@ -377,7 +377,7 @@ def _load_processor(name: str, options: Mapping[str, Any]) -> Any:
     try:
         # Never runs code of the processor's folder. Without the keyword transformers would prompt on the terminal.
         found = AutoProcessor.from_pretrained(place, trust_remote_code=False, **options)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ValueError(f"no processor could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
     images = getattr(found, "image_processor", None)
     if not isinstance(found, ProcessorMixin) or images is None or getattr(found, "tokenizer", None) is None:
@@ -385,6 +385,7 @@ def _load_processor(name: str, options: Mapping[str, Any]) -> Any:
             f"`{name}` has a {type(found).__name__}, not a processor for images and text; for chats without images set"
             ' use = "chat"'
         )
+    check_vocabulary(found.tokenizer, name)
     if getattr(found, "image_token", None) is None:
         raise ValueError(f"the processor {type(found).__name__} of `{name}` has no image_token; it is not supported")
     known = {*images.to_dict(), *vars(images), *vars(found)} - {"image_processor_type", "processor_class", "tokenizer"}

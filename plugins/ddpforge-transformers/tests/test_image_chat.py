@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ddpforge.errors import UsageError
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
-from vlms import FAMILIES, chats, pictures, processor, template
+from vlms import FAMILIES, chats, pictures, prepare, processor, template
 
 from ddpforge_transformers.image_chat import ImageChatData
 from ddpforge_transformers.models import image_text_to_text
@@ -301,6 +302,17 @@ def test_wrong_options_are_refused(llava: Path, options: dict[str, Any], error: 
             given[key] = str(llava / given[key]) if key == "processor" else llava / given[key]
     with pytest.raises((ValueError, UsageError), match=error):
         ImageChatData(path=written(llava, [part(image=PICTURE)], "one.jsonl"), **given)
+
+
+def test_a_processor_without_the_files_of_its_tokenizer_is_refused(family: tuple[str, Path]) -> None:
+    """Checks it, because transformers makes a tokenizer of special tokens alone for some models."""
+    name, folder = family
+    prepare(name, folder)
+    bare = shutil.copytree(folder / "model", folder / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"`.*bare` has no files of a tokenizer|no processor could be loaded from `"):
+        ImageChatData(path=folder / "train.jsonl", processor=str(bare))
 
 
 def test_images_that_change_while_a_run_trains_are_refused(llava: Path) -> None:
