@@ -147,6 +147,10 @@ def test_boxes_of_an_evaluation_set_have_the_numbers_of_their_categories_in_the_
         CocoDetection(annotations=few, images=here, class_names=["dog", "owl"])
     with pytest.raises(UsageError, match="two categories with the name 'dog'"):
         CocoDetection(annotations=annotated("twice.json", {1: "dog", 2: "dog"}), images=here)
+    kinds = [{"id": 0, "name": "dog"}, {"id": 0, "name": "owl"}]
+    (here / "zeros.json").write_text(json.dumps({"images": [], "categories": kinds, "annotations": []}))
+    with pytest.raises(UsageError, match="two categories with the id 0"):
+        CocoDetection(annotations=here / "zeros.json", images=here)
 
 
 # ---------------------------------------------------------------------------------------------- sources

@@ -163,8 +163,8 @@ class _Annotations:
         kinds = sorted(content["categories"], key=lambda one: one["id"])
         own = [str(one["name"]) for one in kinds]
         for values, what in ((own, "name"), ([one["id"] for one in kinds], "id")):
-            if twice := next((value for place, value in enumerate(values) if value in values[:place]), None):
-                raise self._error(f"has two categories with the {what} {twice!r}", "give each its own")
+            if twice := [value for place, value in enumerate(values) if value in values[:place]]:
+                raise self._error(f"has two categories with the {what} {twice[0]!r}", "give each its own")
         self.names = list(class_names or [_BACKGROUND, *own])
         if self.names[0] != _BACKGROUND:
             raise UsageError(
@@ -173,8 +173,8 @@ class _Annotations:
                 key="class_names",
             )
         number = {name: place for place, name in enumerate(self.names) if place}
-        if unknown := next((name for name in own if name not in number), None):
-            raise self._error(f"has a category that is not known: {unknown_class(unknown, self.names[1:])}")
+        if unknown := [name for name in own if name not in number]:
+            raise self._error(f"has a category that is not known: {unknown_class(unknown[0], self.names[1:])}")
         self.labels = {one["id"]: number[name] for one, name in zip(kinds, own, strict=True)}
 
     def pictures(self, crowds: bool) -> list[_Picture]:
